@@ -1,0 +1,158 @@
+"""What a lock session says to the server, and how its answers read.
+
+Only texts and values: who sends them is the runtime's business.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from math import ceil
+from typing import Any
+
+from batchguard.core.keys import LockKey
+from batchguard.core.messages import Holder
+from batchguard.core.settle import ServerAge
+
+WAIT_SLICE = 2.0
+"""Seconds that one statement queues for a lock: a wait keeps a snapshot, and an endless one would hold up a
+CREATE INDEX CONCURRENTLY of the holder for ever."""
+
+Row = Sequence[str | None]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the server says of itself and of our session; `lacks` names a lock function that may not be called."""
+
+    backend_pid: int
+    database: str
+    database_oid: int
+    system_id: str
+    session_start: str
+    role: str
+    in_recovery: bool
+    lacks: str | None
+    name_hash: int | None
+    server_ttl: float | None
+
+
+def keepalive_settings(ttl: float) -> tuple[int, int, int, int]:
+    """Give tcp_keepalives_idle, _interval and _count (seconds, count) and tcp_user_timeout (milliseconds) for a ttl.
+
+    Where the platform has TCP_USER_TIMEOUT it decides, at the first probe after it (tcp(7)); elsewhere the
+    probes do, and their sum is at least the ttl as well.
+    """
+    idle = max(1, round(ttl / 2))
+    interval = max(1, round(ttl / 12))
+    count = max(1, ceil((ttl - idle) / interval))
+    return idle, interval, count, ceil(ttl * 1000)
+
+
+def lock_functions(keys: Sequence[LockKey], shared: bool) -> list[str]:
+    """List the signatures of the functions that a run calls, as GRANT and has_function_privilege read them."""
+    mode = "_shared" if shared else ""
+    kinds = {"int, int" if key.kind == "pair" else "bigint" for key in keys}
+    names = (f"pg_try_advisory_lock{mode}", f"pg_advisory_lock{mode}", f"pg_advisory_unlock{mode}")
+    return [f"{name}({kind})" for kind in sorted(kinds) for name in names]
+
+
+def lock_call(query: str, key: LockKey, shared: bool, first_parameter: int = 1) -> str:
+    """Put the calls for a key's number space and mode into a statement."""
+    mode = "_shared" if shared else ""
+    n = first_parameter
+    arguments = f"(${n}::int, ${n + 1}::int)" if key.kind == "pair" else f"(${n}::bigint)"
+    for placeholder, function in (
+        ("{try_lock}", f"pg_try_advisory_lock{mode}"),
+        ("{lock}", f"pg_advisory_lock{mode}"),
+        ("{unlock}", f"pg_advisory_unlock{mode}"),
+    ):
+        query = query.replace(placeholder, function + arguments)
+    return query
+
+
+def key_columns(keys: Sequence[LockKey]) -> list[list[int]]:
+    """Give classid, objid and objsubid of several keys as three lists, for unnest."""
+    return [list(column) for column in zip(*(key.in_pg_locks for key in keys), strict=True)]
+
+
+def lock_mode(shared: bool) -> str:
+    """Give the mode that `pg_locks` shows."""
+    return "ShareLock" if shared else "ExclusiveLock"
+
+
+def comment(facts: Mapping[str, Any]) -> str:
+    """Write what a session tells about itself as an SQL comment; pg_stat_activity shows it in any language.
+
+    Every slash is escaped, since `*/` would end the comment and `/*` open another inside it.
+    """
+    text = json.dumps(facts, ensure_ascii=False, separators=(",", ":")).replace("/", "\\/")
+    return f"/* batchguard {text} */ "
+
+
+def read_comment(query: str | None) -> Mapping[str, Any]:
+    """Read what `comment` wrote; nothing where it is cut off, hidden or somebody else's."""
+    if not query or not query.startswith("/* batchguard {"):
+        return {}
+    try:
+        facts, _ = json.JSONDecoder().raw_decode(query, query.index("{"))
+    except ValueError:
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def read_identity(row: Row) -> Identity:
+    """Read the answer to `identify`."""
+    pid, database, oid, system_id, start, role, in_recovery, lacks, name_hash, user_timeout = row
+    return Identity(
+        backend_pid=int(pid or 0),
+        database=database or "",
+        database_oid=int(oid or 0),
+        system_id=system_id or "",
+        session_start=start or "",
+        role=role or "",
+        in_recovery=in_recovery == "t",
+        lacks=lacks,
+        name_hash=None if name_hash is None else int(name_hash),
+        server_ttl=_milliseconds(user_timeout),
+    )
+
+
+def _milliseconds(text: str | None) -> float | None:
+    """Read tcp_user_timeout as SHOW writes it (`60s`, `1500ms`, `2min`); None where it does not count (`0`)."""
+    units = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+    number = (text or "0").rstrip("abcdefghijklmnopqrstuvwxyz")
+    return float(number) * units[(text or "0")[len(number) :] or "ms"] or None
+
+
+def read_server_age(row: Row) -> ServerAge:
+    """Read the answer to `server_age`."""
+    started, born, recovered, promoted, writable = (None if value is None else float(value) for value in row)
+    return ServerAge(started, born, recovered, promoted, writable)
+
+
+def read_holder(row: Row) -> Holder:
+    """Read one line of `holders`."""
+    pid, user, application, query, since, age, host = row
+    facts = read_comment(query)
+    words = (application or "").split(" ")
+    by = words[1] if words[0] == "batchguard" and len(words) > 1 else "other"
+    since = facts.get("since") or (since if by == "other" else None)
+    begun = datetime.fromisoformat(since) if since else None
+    held_s = float(age) if age is not None and by == "other" else None
+    if begun and by != "other":
+        held_s = max(0.0, (datetime.now().astimezone() - begun).total_seconds())
+    return Holder(
+        pid=int(pid or 0),
+        user=user,
+        application=application,
+        by=by,
+        host=facts.get("host") or host,
+        since=since,
+        since_clock=begun.astimezone().strftime("%H:%M:%S") if begun else None,
+        held_s=held_s,
+        run_id=facts.get("run_id"),
+        reason=facts.get("reason"),
+        until=facts.get("until"),
+        window_s=facts.get("window_s"),
+    )

@@ -1,0 +1,154 @@
+"""Process trees: finding every descendant of a process, killing them all, reaping what becomes ours.
+
+A subreaper (prctl(2), PR_SET_CHILD_SUBREAPER) inherits every orphan below it, so `setsid` and
+double forks do not leave the tree. The walk reads `/proc/PID/task/TID/children`, from the top: what
+hops from fork to fork is always below us, where a scan of all of /proc runs behind it.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchguard.core.outcome import ChildEnd
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def become_subreaper() -> None:
+    """Make every orphan below this process its child; not inherited by fork."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel KILL this process when `parent`'s thread ends; at once if it already has.
+
+    Lost when a set-uid program is executed (prctl(2)), so it is a second line, not the first.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Process:
+    """One line of /proc/PID/stat, as far as it is needed."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+
+    @property
+    def is_dead(self) -> bool:
+        """A zombie has run its last instruction; only its exit status is left."""
+        return self.state in "ZX"
+
+
+def inspect(pid: int) -> Process | None:
+    """Look at one process; None when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The name in parentheses may itself hold spaces and parentheses; the last one ends it.
+    state, parent, group = stat[stat.rindex(b")") + 2 :].split(maxsplit=3)[:3]
+    return Process(pid, state.decode(), int(parent), int(group))
+
+
+def children(pid: int) -> list[int]:
+    """List the direct children of every thread of a process."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """List everything below a process, parents before children; zombies included."""
+    found: list[int] = []
+    level = children(pid)
+    while level:
+        found += level
+        level = [below for parent in level for below in children(parent)]
+    return found
+
+
+def living_descendants(pid: int) -> list[Process]:
+    """List what is alive below a process."""
+    seen = (inspect(below) for below in descendants(pid))
+    return [process for process in seen if process is not None and not process.is_dead]
+
+
+def signal_tree(pid: int, number: int) -> int:
+    """Signal everything alive below a process once, then CONT it; give how many there were.
+
+    CONT comes after the signal, so that a stopped process acts on it instead of sleeping on.
+    """
+    living = living_descendants(pid)
+    for wanted in (number, signal.SIGCONT):
+        for process in living:
+            send(process.pid, wanted)
+    return len(living)
+
+
+def kill_tree(pid: int) -> list[Process]:
+    """Send KILL to everything below a process; give what is still alive, to be called again until nothing is."""
+    for below in descendants(pid):
+        send(below, signal.SIGKILL)
+    return living_descendants(pid)
+
+
+def send(pid: int, number: int) -> None:
+    """Signal one process; one that has ended, or is not ours to signal, is left alone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def send_group(group: int, number: int) -> None:
+    """Signal a process group; an empty one is left alone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def reap() -> dict[int, ChildEnd]:
+    """Collect every child that has ended, adopted ones too; the one place where this process waits for any."""
+    ended = {}
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            ended[pid] = child_end(status)
+    return ended
+
+
+def child_end(status: int) -> ChildEnd:
+    """Read a wait status."""
+    if os.WIFSIGNALED(status):
+        return ChildEnd(signal=os.WTERMSIG(status))
+    return ChildEnd(exit=os.WEXITSTATUS(status))
+
+
+def is_alone_in_group() -> bool:
+    """Tell whether nobody but this process and its parent (guard and keeper) is in its process group."""
+    own = os.getpgrp()
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and int(entry) not in (os.getpid(), os.getppid()):
+            process = inspect(int(entry))
+            if process is not None and process.group == own:
+                return False
+    return True

@@ -1,0 +1,1 @@
+"""Floor 4: argv in, exit code out. One file for each command or group of commands."""

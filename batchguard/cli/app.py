@@ -1,0 +1,72 @@
+"""The command line as a whole: the commands, and the one place where an error becomes an exit code."""
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from batchguard import __version__
+from batchguard.cli import keys, local, run
+from batchguard.core.errors import BatchguardError, TableError
+from batchguard.core.exit_codes import ExitCode, exit_code_of_signal
+
+# Rich would load for the sake of a prettier help; a cron prefix pays that every minute.
+app = typer.Typer(
+    name="batchguard",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Put in front of a batch so that it never runs twice at once, on any number of hosts that share a PostgreSQL.",
+)
+run.register(app)
+keys.register(app)
+local.register(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"batchguard {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool,
+        typer.Option("-V", "--version", callback=_print_version, is_eager=True, help="Print the version and leave."),
+    ] = False,
+) -> None:
+    """Hold the options that stand before a command."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line and give its exit code; every error a user can cause is one line on stderr."""
+    try:
+        code = app(args=argv, standalone_mode=False)
+    except TyperException as error:
+        return _fail(f"{error.format_message().rstrip('.')}. Try: batchguard --help", ExitCode.USAGE)
+    except TableError as error:
+        return _fail(f"{error} Exit {error.exit_code:d}.", error.exit_code)
+    except BatchguardError as error:
+        return _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return exit_code_of_signal(2)
+    except Exception as error:
+        if "-v" in sys.argv or "--verbose" in sys.argv:
+            traceback.print_exc()
+        return _fail(
+            f"internal error: {type(error).__name__}: {error}. Please report it with the output of -v.",
+            ExitCode.SOFTWARE,
+        )
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: ExitCode) -> int:
+    from batchguard.adapters import report
+
+    report.say(message, exit_code=int(code))
+    return int(code)

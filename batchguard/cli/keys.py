@@ -1,0 +1,200 @@
+"""`batchguard keys` and `batchguard keys lint`: the number table."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from batchguard.cli.options import Config, Dsn, Local, Verbose, choose_dsn, load_config
+from batchguard.core.errors import ConfigError
+from batchguard.core.exit_codes import ExitCode
+from batchguard.core.keys import KeyRange, keys_of
+from batchguard.core.messages import Holder
+from batchguard.core.number_table import Entry, Finding, NumberTable
+
+app = typer.Typer(
+    help="Show the number table, and find its faults.", rich_markup_mode=None, invoke_without_command=True
+)
+
+
+@app.callback()
+def keys(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    output_format: Annotated[
+        Literal["text", "java"],
+        typer.Option("--format", help="java prints an enum, so that the table stays the one list."),
+    ] = "text",
+    held: Annotated[bool, typer.Option("--held", help="Ask the database who holds each key now.")] = False,
+    dsn: Dsn = None,
+    config: Config = None,
+    local: Local = False,
+    verbose: Verbose = False,
+) -> int:
+    """Show the number table: every name, its key, who uses it for what, and what is set for it."""
+    if context.invoked_subcommand is not None:
+        return 0
+    table = load_config(config)
+    if table.file is None:
+        raise ConfigError("there is no number table: name one with --config, or write /etc/batchguard.toml. Exit 78.")
+    if output_format == "java":
+        typer.echo(java_enum(table))
+        return 0
+    holders: dict[str, Holder] = {}
+    if held:
+        from batchguard.runtime.inspect import current_holders
+
+        holders = current_holders(
+            choose_dsn(dsn, local, table), [key for entry in table.entries.values() for key in entry.keys]
+        )
+    if as_json:
+        for row in rows(table, holders):
+            typer.echo(json.dumps(row, ensure_ascii=False))
+        return 0
+    typer.echo(text_table(table, holders if held else None))
+    return 0
+
+
+@app.command()
+def lint(
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against", metavar="OLD.toml", help="Yesterday's table, or that of another system on the same database."
+        ),
+    ] = None,
+    config: Config = None,
+) -> int:
+    """List the faults of the number table, a line each; exit 1 when there are any."""
+    import os
+
+    from batchguard.adapters.config_file import load_table, read_file
+    from batchguard.core.number_table import lint_against, lint_forms
+
+    table = load_table(config, os.environ)
+    if table.file is None:
+        raise ConfigError("there is no number table: name one with --config, or write /etc/batchguard.toml. Exit 78.")
+    findings: list[Finding] = [*table.findings, *lint_forms(table)]
+    if against is not None:
+        findings += lint_against(table, read_file(against))
+    for finding in sorted(findings, key=lambda finding: finding.line):
+        typer.echo(f"{table.file}:{finding.line}: {finding.message}")
+    if findings:
+        return ExitCode.FINDINGS
+    typer.echo(f"{table.file}: {len(table.entries)} keys, no fault found")
+    return ExitCode.OK
+
+
+def rows(table: NumberTable, holders: dict[str, Holder]) -> list[dict[str, Any]]:
+    """Give the table as JSON names it, the retired numbers last."""
+    live = [
+        {
+            "name": entry.name,
+            "key": [str(key) for key in entry.keys],
+            "kind": entry.keys[0].kind if not isinstance(entry.keys[0], KeyRange) else "pair",
+            "category": entry.keys[0].category,
+            "description": entry.description,
+            "shares": entry.shares,
+            "retired": False,
+            "settings": {name: _plain(value) for name, value in entry.settings.items()},
+            "file": table.file,
+            "line": entry.line,
+            "holder": _holder_of(entry, holders),
+        }
+        for entry in table.entries.values()
+    ]
+    gone: list[dict[str, Any]] = [
+        {
+            "name": old.name,
+            "key": [str(old.key)],
+            "kind": old.key.kind if not isinstance(old.key, KeyRange) else "pair",
+            "category": old.key.category,
+            "description": None,
+            "shares": False,
+            "retired": True,
+            "settings": {},
+            "file": table.file,
+            "line": old.line,
+            "holder": None,
+        }
+        for old in table.retired
+    ]
+    return live + gone
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)
+
+
+def _holder_of(entry: Entry, holders: dict[str, Holder]) -> dict[str, Any] | None:
+    from batchguard.runtime.ending import holder_json
+
+    for key in entry.keys:
+        for lock in keys_of(key):
+            if str(lock) in holders:
+                return holder_json(holders[str(lock)])
+    return None
+
+
+def text_table(table: NumberTable, holders: dict[str, Holder] | None) -> str:
+    """Lay the table out in columns for people."""
+    lines: list[Sequence[str]] = []
+    for row in rows(table, holders or {}):
+        about = row["description"] or ""
+        if row["retired"]:
+            about = "retired"
+        settings = " ".join(f"{name}={value}" for name, value in row["settings"].items())
+        held = (
+            [row["holder"]["application"] if row["holder"] else "free"]
+            if holders is not None and not row["retired"]
+            else []
+        )
+        lines.append((row["name"], ",".join(row["key"]), *held, settings, about))
+    widths = [
+        max(len(line[column]) for line in lines if len(line) > column)
+        for column in range(max(map(len, lines), default=0))
+    ]
+    body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]
+    return "\n".join([f"# {table.file}", *body])
+
+
+def java_enum(table: NumberTable) -> str:
+    """Write the table's names and numbers as a Java enum."""
+    constants = []
+    for entry in table.entries.values():
+        for number, key in enumerate(entry.keys):
+            suffix = f"_{number + 1}" if len(entry.keys) > 1 else ""
+            numbers: tuple[int, ...]
+            if isinstance(key, KeyRange):
+                numbers = (key.category, key.first, key.last)
+            elif key.kind == "pair":
+                numbers = (*key.numbers, key.numbers[1])
+            else:
+                constants.append(
+                    f"    // {entry.name}{suffix} is bigint {key.numbers[0]}: pg_try_advisory_lock(bigint)"
+                )
+                continue
+            constants.append(f"    {entry.name.replace('-', '_').upper()}{suffix}({', '.join(map(str, numbers))}),")
+    body = "\n".join(constants)
+    return f"""// Generated by: batchguard keys --format java. The number table is the one list; do not edit.
+public enum LockKey {{
+{body}
+    ;
+
+    public final int category;
+    public final int id;
+    public final int lastId;
+
+    LockKey(int category, int id, int lastId) {{
+        this.category = category;
+        this.id = id;
+        this.lastId = lastId;
+    }}
+}}"""
+
+
+def register(top: typer.Typer) -> None:
+    """Add the group."""
+    top.add_typer(app, name="keys")

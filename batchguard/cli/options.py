@@ -1,0 +1,78 @@
+"""Options that several commands share."""
+
+import os
+from typing import Annotated
+
+import typer
+
+from batchguard.core.errors import UsageError
+from batchguard.core.number_table import NumberTable
+
+Dsn = Annotated[
+    str | None,
+    typer.Option(
+        "-d",
+        "--dsn",
+        metavar="DSN",
+        help="libpq conninfo or URI of the database; else BATCHGUARD_DSN, then the config file.",
+    ),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="The config file with the number table; else BATCHGUARD_CONFIG, then /etc/batchguard.toml.",
+    ),
+]
+Local = Annotated[
+    bool,
+    typer.Option(
+        "--local/--no-local", help="Use an embedded PostgreSQL of this user on this machine, started when needed."
+    ),
+]
+Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="Say more on stderr: skips, waits, which config file is used.")
+]
+
+
+def load_config(config: str | None) -> NumberTable:
+    """Read the config file that counts.
+
+    Raises:
+        ConfigError: it cannot be read, or something in it is wrong.
+    """
+    from batchguard.adapters.config_file import load_table
+    from batchguard.core.number_table import verify_table
+
+    table = load_table(config, os.environ)
+    verify_table(table)
+    return table
+
+
+def choose_dsn(dsn: str | None, local: bool, table: NumberTable) -> str:
+    """Give the DSN that counts: the option, the environment, the config file; the embedded server where asked for.
+
+    Raises:
+        UsageError: both --dsn and --local.
+        BatchguardError: the embedded server cannot be started.
+    """
+    if dsn is not None and local:
+        raise UsageError("--dsn names one server and --local another; give one of them")
+    if dsn is not None:
+        return dsn
+    if local:
+        return _start_local()
+    if from_environment := os.environ.get("BATCHGUARD_DSN"):
+        return from_environment
+    if table.local:
+        return _start_local()
+    return table.dsn or ""
+
+
+def _start_local() -> str:
+    from batchguard.adapters.embedded_server import own_server
+
+    server = own_server(os.environ)
+    server.start()
+    return server.dsn

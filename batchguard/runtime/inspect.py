@@ -1,0 +1,73 @@
+"""Looking at locks without taking any."""
+
+import select
+from collections.abc import Sequence
+from typing import TypeVar
+
+from batchguard.adapters import lock_session
+from batchguard.adapters.clock import now
+from batchguard.adapters.postgres import (
+    ConnectFailedError,
+    Conversation,
+    SessionEndedError,
+    connect,
+    execute,
+    host_text,
+    load_queries,
+    resolve_parameters,
+)
+from batchguard.core.errors import UnreachableError
+from batchguard.core.keys import Key, keys_of
+from batchguard.core.messages import Holder
+
+T = TypeVar("T")
+_PATIENCE = 10.0
+
+
+def current_holders(dsn: str, keys: Sequence[Key]) -> dict[str, Holder]:
+    """Ask who holds each of these keys now, by the key's text.
+
+    Raises:
+        UnreachableError: the database does not answer.
+    """
+    params = {**resolve_parameters(dsn), "application_name": "batchguard keys"}
+    try:
+        return run_conversation(_holders(params, keys))
+    except (ConnectFailedError, SessionEndedError) as error:
+        why = (
+            "; ".join(attempt.why for attempt in error.attempts)
+            if isinstance(error, ConnectFailedError)
+            else "session ended"
+        )
+        raise UnreachableError(f"cannot reach {host_text(params)} ({why}); exit 69.") from None
+
+
+def _holders(params: dict[str, str], keys: Sequence[Key]) -> Conversation[dict[str, Holder]]:
+    session = yield from connect(params, _PATIENCE)
+    queries = load_queries("lock")
+    oid = yield from execute(session, "SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database()")
+    found = {}
+    for key in keys:
+        for lock in keys_of(key):
+            columns = lock_session.key_columns([lock])
+            rows = yield from execute(session, queries["holders"], [oid[0][0], *columns])
+            if rows:
+                found[str(lock)] = lock_session.read_holder(rows[0])
+    session.close()
+    return found
+
+
+def run_conversation(conversation: Conversation[T]) -> T:
+    """Carry a conversation on to its end, with nothing else to watch."""
+    try:
+        wait = next(conversation)
+        while True:
+            poll = select.poll()
+            if wait.fd >= 0:
+                poll.register(wait.fd, wait.events)
+            ready = dict(poll.poll(min(1.0, max(0.0, wait.until - now())) * 1000 + 1))
+            if ready or now() >= wait.until:
+                wait = conversation.send(ready.get(wait.fd, 0))
+    except StopIteration as end:
+        result: T = end.value
+        return result
