@@ -59,15 +59,20 @@ class EmbeddedServer:
     def sockets(self) -> Path:
         """The folder of the Unix socket; elsewhere when the path would be too long for the kernel."""
         inside = self.folder / "socket"
-        if len(os.fsencode(inside / ".s.PGSQL.5432")) <= LONGEST_SOCKET_PATH:
+        if len(os.fsencode(inside / ".s.PGSQL.65535")) <= LONGEST_SOCKET_PATH:
             return inside
         digest = hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:12]
         return Path(f"/tmp/batchguard-{os.geteuid()}-{digest}")
 
     @property
+    def port(self) -> str:
+        """The port: of TCP where `settings` has it listen, and part of the socket's name in any case."""
+        return self.settings.get("port", "5432")
+
+    @property
     def dsn(self) -> str:
         """The conninfo of this server."""
-        return f"host={self.sockets} port=5432 dbname=postgres user={SUPERUSER}"
+        return f"host={self.sockets} port={self.port} dbname=postgres user={SUPERUSER}"
 
     @property
     def is_set_up(self) -> bool:
@@ -139,7 +144,7 @@ class EmbeddedServer:
         if self.postmaster_pid is None:
             return False
         program = self.programs / "pg_isready"
-        done = subprocess.run([program, "-q", "-h", self.sockets, "-p", "5432"], check=False)
+        done = subprocess.run([program, "-q", "-h", self.sockets, "-p", self.port], check=False)
         return done.returncode == 0
 
     def _options(self) -> str:

@@ -267,8 +267,8 @@ def _listen_to_notices(session: Session) -> None:
     def note(result: pq.PGresult) -> None:
         sqlstate = (result.error_field(67) or b"").decode()  # PG_DIAG_SQLSTATE
         severity = result.error_field(86) or b""  # PG_DIAG_SEVERITY_NONLOCALIZED
-        if severity in (b"FATAL", b"PANIC"):
-            session.last_sqlstate = sqlstate
+        if severity in (b"FATAL", b"PANIC") or sqlstate.startswith("57P0"):
+            session.last_sqlstate = sqlstate  # an immediate shutdown and a crash are announced as mere warnings
         elif severity == b"WARNING":
             session.warnings.append(
                 (result.error_field(77) or b"").decode("utf-8", "replace")
@@ -295,12 +295,13 @@ def execute(session: Session, sql: str, params: Sequence[object] = (), until: fl
                 raise TimedOutError
             if ready & READ:
                 session.pgconn.consume_input()
-        rows: list[Row] = []
+        results = []
+        # All of them, an error's successor too: a session with an unread result takes no other statement.
         while (result := (yield from _next_result(session, until))) is not None:
-            rows = _rows(session, result)
+            results.append(result)
     except OperationalError:
         _session_ended(session)
-    return rows
+    return [row for result in results for row in _rows(session, result)]
 
 
 def _text(value: object) -> bytes:

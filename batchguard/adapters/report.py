@@ -58,7 +58,7 @@ def append_line(file: str, record: Mapping[str, Any]) -> str | None:
 
 
 def replace_file(file: str, record: Mapping[str, Any]) -> str | None:
-    """Replace a file atomically by one JSON object, so that a reader sees the old or the new one; give why it failed."""
+    """Replace a file by one JSON object, atomically: a reader sees the old or the new one; give why it failed."""
     folder, name = os.path.split(os.path.abspath(file))
     temporary = None
     try:

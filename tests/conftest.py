@@ -1,0 +1,22 @@
+"""Plugins, markers and the header; what tests use is in `fixtures/`."""
+
+import os
+
+import psycopg
+import pytest
+
+pytest_plugins = ["tests.fixtures.server", "tests.fixtures.guard", "tests.fixtures.proxy"]
+
+
+def pytest_report_header() -> str:
+    """Say what the tests run on."""
+    rung = os.environ.get("BATCHGUARD_TEST_DSN", os.environ.get("BATCHGUARD_TEST_SERVER", "embedded"))
+    return f"server: {rung}; psycopg {psycopg.__version__}, libpq {psycopg.pq.version()}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs root where we are not root, and say so."""
+    if os.geteuid() != 0:
+        for item in items:
+            if item.get_closest_marker("root"):
+                item.add_marker(pytest.mark.skip(reason="needs root"))

@@ -1,0 +1,380 @@
+"""What each event must lead to: real causes, one process fault at a time, and the two that are beyond the promise."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from batchguard.adapters import process_tree
+from tests.fixtures.guard import SHORT, Run, StartRun
+from tests.fixtures.proxy import Proxy
+from tests.fixtures.server import PrivateServer, Server
+from tests.fixtures.waiting import until
+
+MakeProxy = Callable[[tuple[str, int]], Proxy]
+ESCAPEES = "setsid sleep 600 & (setsid sh -c 'sleep 600 & sleep 600' &) ; (sleep 600 &) ; sleep 600"
+"""A command whose tree has a session of its own, a double fork in another session, and an orphan in its group."""
+
+
+def escaped(running: Run) -> list[int]:
+    """Wait until the command of ESCAPEES has its whole tree, and give it: sh and five or six below it."""
+    until(lambda: sum(_is_sleep(pid) for pid in running.tree()) == 5)
+    return running.tree()
+
+
+def _is_sleep(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+    except OSError:
+        return False
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Give those that still live."""
+    return [pid for pid in pids if (process := process_tree.inspect(pid)) and not process.is_dead]
+
+
+def watch_until_free(server: Server, pids: list[int]) -> list[int]:
+    """Poll the lock until it is free, and give who was alive in the last look before that: must be nobody."""
+    with server.connect(application_name="watcher") as watcher:
+        query = (
+            "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' "
+            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        )
+        deadline = time.monotonic() + 30
+        while True:
+            living = alive(pids)  # looked at before the lock: who dies in between does not count
+            row = watcher.execute(query).fetchone()
+            if row == (0,):
+                return alive(pids)
+            assert time.monotonic() < deadline, f"the lock is never free; alive: {living}"
+
+
+def backend(server: Server) -> int:
+    """Give the backend that holds the one lock."""
+    return int(server.locks()[0][5])
+
+
+LOST = r'batchguard: lost 100:1 in "\w+" on [\w.]+:\d+ after [\w.]+: the server ended our session \(%s\); '
+
+
+def test_backend_terminated(run: StartRun, server: Server) -> None:
+    """pg_terminate_backend: TERM soon, everything dead, 76, one line."""
+    running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
+    tree = escaped(running)
+    server.sql("SELECT pg_terminate_backend(%s)", backend(server))
+    assert running.code() == 76
+    assert alive(tree) == []
+    pattern = LOST % "57P01" + r"killed the command and \d processes, exit 76. Its work may be half done.\n"
+    assert re.fullmatch(pattern, running.err)
+
+
+def test_shield_keeps_others_out_while_the_tree_dies(run: StartRun, server: Server) -> None:
+    """After a terminated backend the key is taken again at once and held until the tree is dead."""
+    script = "trap 'sleep 0.4; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
+    running = run("--key", "100:1", "--kill-after", "2", "--ttl", "12", "--", "sh", "-c", script)
+    assert running.popen.stdout is not None
+    running.popen.stdout.readline()
+    old = backend(server)
+    server.sql("SELECT pg_terminate_backend(%s)", old)
+    until(lambda: [lock for lock in server.locks() if lock[5] != old])
+    assert running.tree()
+    assert server.sessions()[0][1] == "batchguard shield 100:1"
+    assert running.code() == 76
+
+
+@pytest.mark.parametrize("mode", ["fast", "immediate"])
+def test_server_restarted(run: StartRun, private_server: PrivateServer, mode: str) -> None:
+    """A restart, clean or not: everything dead, 76, one line."""
+    running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES, dsn=private_server.dsn)
+    tree = escaped(running)
+    private_server.stop(mode)
+    private_server.start()
+    assert running.code() == 76
+    assert alive(tree) == []
+    assert re.match(LOST % "57P0[12]", running.err)
+
+
+def test_server_crashed(run: StartRun, private_server: PrivateServer) -> None:
+    """A crash of the server: everything dead, 76."""
+    running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES, dsn=private_server.dsn)
+    tree = escaped(running)
+    private_server.crash()
+    assert running.code() == 76
+    assert alive(tree) == []
+
+
+def test_unlocked_behind_our_back(run: StartRun, server: Server, make_proxy: MakeProxy) -> None:
+    """pg_advisory_unlock_all in our own session, as a careless pooler has it: found by the next check, 76."""
+    proxy = make_proxy(server.host_and_port)
+    running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES, dsn=f"{server.dsn} host=127.0.0.1 port={proxy.port}")
+    tree = escaped(running)
+    proxy.inject("SELECT pg_advisory_unlock_all()")
+    assert running.code() == 76
+    assert alive(tree) == []
+    pattern = (
+        r'batchguard: lost 100:1 in "\w+" on 127.0.0.1:\d+: the lock vanished while the session lived '
+        r"\(pg_advisory_unlock_all or DISCARD ALL\?\); killed the command and \d processes, exit 76.\n"
+    )
+    assert re.fullmatch(pattern, running.err)
+
+
+def test_a_cancelled_check_is_asked_again(run: StartRun, server: Server) -> None:
+    """pg_cancel_backend does not cost a batch its life: the lock is still held."""
+    running = run("--key", "100:1", "--", "sleep", "2")
+    running.command()
+    pid = backend(server)
+    with server.connect() as psql:
+        while running.popen.poll() is None:
+            psql.execute("SELECT pg_cancel_backend(%s)", [pid])
+            time.sleep(0.005)
+    assert running.code() == 0
+    assert running.err == ""
+
+
+def test_frozen_network(run: StartRun, server: Server, make_proxy: MakeProxy) -> None:
+    """Silence: the tree is dead within the window, 76, and the line says what to check."""
+    proxy = make_proxy(server.host_and_port)
+    running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES, dsn=f"{server.dsn} host=127.0.0.1 port={proxy.port}")
+    tree = escaped(running)
+    begun = time.monotonic()
+    proxy.freeze()
+    until(lambda: not alive(tree))
+    assert time.monotonic() - begun < 7.5
+    assert running.code() == 76
+    pattern = (
+        r'batchguard: lost 100:1 in "\w+" on 127.0.0.1:\d+: no answer for 1s; killed the command and \d processes before the '
+        r"server gives the lock up; exit 76. Check the network to 127.0.0.1.\n"
+    )
+    assert re.fullmatch(pattern, running.err)
+    proxy.thaw()
+
+
+def test_short_freezes_cost_nothing(run: StartRun, server: Server, make_proxy: MakeProxy) -> None:
+    """Freezes shorter than the check timeout, one after the other, leave the batch alone."""
+    proxy = make_proxy(server.host_and_port)
+    timing = ("--check-interval", "0.2", "--check-timeout", "2", "--ttl", "12")
+    running = run("--key", "100:1", *timing, "--", "sleep", "6", dsn=f"{server.dsn} host=127.0.0.1 port={proxy.port}")
+    running.command()
+    for _ in range(2):
+        proxy.freeze()
+        time.sleep(1.2)  # the cause itself: a freeze of this length
+        proxy.thaw()
+        time.sleep(0.3)
+    assert running.code() == 0
+    assert running.err == ""
+
+
+def test_connection_reset(run: StartRun, server: Server, make_proxy: MakeProxy) -> None:
+    """A connection that breaks without a word is a loss too."""
+    proxy = make_proxy(server.host_and_port)
+    running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES, dsn=f"{server.dsn} host=127.0.0.1 port={proxy.port}")
+    tree = escaped(running)
+    proxy.cut()
+    assert running.code() == 76
+    assert alive(tree) == []
+    assert re.match(LOST % "connection closed", running.err)
+
+
+def test_command_that_ignores_term_is_killed(run: StartRun, server: Server) -> None:
+    """After the grace comes KILL, also for what stopped itself."""
+    script = "trap '' TERM; (kill -STOP $$ &); while :; do sleep 0.1; done"
+    running = run("--key", "100:1", "--", "sh", "-c", script)
+    tree = [running.command()]
+    server.sql("SELECT pg_terminate_backend(%s)", backend(server))
+    assert running.code() == 76
+    assert alive(tree) == []
+
+
+def test_guard_killed(run: StartRun, server: Server) -> None:
+    """kill -9 of the guard: the keeper ends the tree, and only then is the lock free."""
+    running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
+    tree = escaped(running)
+    os.kill(running.guard, signal.SIGKILL)
+    assert watch_until_free(server, tree) == []
+    assert running.code() == 76
+    pattern = r'batchguard: guard process was killed; ended its command, then freed 100:1 in "\w+" on [\w.]+:\d+.\n'
+    assert re.fullmatch(pattern, running.err)
+
+
+def test_keeper_killed(run: StartRun, server: Server) -> None:
+    """kill -9 of the keeper: the guard ends the tree while its duplicate of the socket holds the lock."""
+    running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
+    tree = escaped(running)
+    guard = running.guard
+    os.kill(running.keeper, signal.SIGKILL)
+    assert watch_until_free(server, tree) == []
+    assert running.code() == -signal.SIGKILL
+    until(lambda: not alive([guard]))
+    pattern = (
+        r"batchguard: lost 100:1: our own keeper process died; killed the command and \d processes before the lock went free, "
+        r"exit 76. Out of memory\? See dmesg.\n"
+    )
+    assert re.fullmatch(pattern, running.err)
+
+
+def test_both_killed(run: StartRun, server: Server) -> None:
+    """Beyond the promise: the command dies with its guard, and the lock stays until its last process is gone."""
+    running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
+    tree = escaped(running)
+    command, guard = tree[0], running.guard
+    for pid in (running.keeper, guard):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive([command]))
+    survivors = alive(tree)
+    assert survivors
+    assert server.locks()
+    for pid in survivors:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not server.locks())
+
+
+def test_both_killed_without_inherited_lock(run: StartRun, server: Server) -> None:
+    """--no-inherit-lock gives that up: the lock is free though processes of the batch live."""
+    running = run("--key", "100:1", "--no-inherit-lock", "--", "sh", "-c", ESCAPEES)
+    tree = escaped(running)
+    for pid in (running.keeper, running.guard):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not server.locks())
+    for pid in alive(tree):
+        process_tree.send(pid, signal.SIGKILL)
+
+
+def test_keeper_stopped(run: StartRun, server: Server) -> None:
+    """A keeper stopped past the deadline: the tree is dead and the lock free while it is stopped; then it exits 76."""
+    running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
+    tree = escaped(running)
+    os.kill(running.keeper, signal.SIGSTOP)
+    assert watch_until_free(server, tree) == []
+    assert process_tree.inspect(running.keeper).state == "T"  # type: ignore[union-attr]  # it is there, stopped
+    os.kill(running.keeper, signal.SIGCONT)
+    assert running.code() == 76
+    pattern = (
+        r"batchguard: lost 100:1: this machine or process was stopped for [\w.]+, longer than the lock is safe; "
+        r"killed the command and \d processes on waking, exit 76.\n"
+    )
+    assert re.fullmatch(pattern, running.err)
+
+
+def test_both_stopped(run: StartRun, server: Server) -> None:
+    """A suspended machine: the first act on waking is the kill."""
+    running = run("--key", "100:1", "--", "sh", "-c", "trap '' TERM; " + ESCAPEES)
+    tree = escaped(running)
+    keeper, guard = running.keeper, running.guard
+    for pid in (keeper, guard):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(4)  # longer than the longest silence and the grace: no grace is left on waking
+    assert alive(tree) == tree
+    begun = time.monotonic()
+    for pid in (guard, keeper):
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: not alive(tree), every=0.001)
+    assert time.monotonic() - begun < 0.5
+    assert running.code() == 76
+    assert "was stopped for" in running.err
+
+
+def test_guard_stopped(run: StartRun, server: Server) -> None:
+    """A guard stopped for long: the lock is checked and held, and the batch goes on afterwards."""
+    running = run("--key", "100:1", "--", "sh", "-c", "sleep 5; exit 3")
+    running.command()
+    os.kill(running.guard, signal.SIGSTOP)
+    time.sleep(3.5)  # longer than the longest silence
+    assert server.locks()
+    os.kill(running.guard, signal.SIGCONT)
+    assert running.code() == 3
+    assert running.err == ""
+
+
+def test_guard_stopped_and_lock_lost(run: StartRun, server: Server) -> None:
+    """With the guard stopped, the keeper ends the batch after a loss."""
+    running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
+    tree = escaped(running)
+    os.kill(running.guard, signal.SIGSTOP)
+    server.sql("SELECT pg_terminate_backend(%s)", backend(server))
+    assert running.code() == 76
+    assert alive(tree) == []
+    assert re.match(LOST % "57P01", running.err)
+
+
+def test_found_lost_after_the_command(run: StartRun, server: Server) -> None:
+    """A loss that is found only by the unlock is said; the exit code stays the command's."""
+    running = run("--key", "100:1", "--min-hold", "30", "--", "sh", "-c", "exit 3")
+    until(lambda: server.locks())
+    until(lambda: not running.tree())
+    time.sleep(0.3)  # the command is over and rests; a tree not yet started looks the same
+    server.sql("SELECT pg_terminate_backend(%s)", backend(server))
+    assert running.code() == 3
+    pattern = (
+        r'batchguard: 100:1 in "\w+" on [\w.]+:\d+ was found lost only after the command had ended \(exit 3\): '
+        r"another run may have overlapped its last [\w.]+.\n"
+    )
+    assert re.fullmatch(pattern, running.err)
+
+
+def test_settle_waits_after_a_restart(run: StartRun, private_server: PrivateServer) -> None:
+    """auto: a command starts more than a window after a restart, since an old tree may still be dying."""
+    _settles(run, private_server, lambda: (private_server.stop("fast"), private_server.start()))
+
+
+def test_settle_waits_after_a_crash(run: StartRun, private_server: PrivateServer) -> None:
+    """auto: the same after a crash recovery, which leaves the postmaster's start as it was."""
+    _settles(run, private_server, private_server.crash)
+
+
+def _settles(run: StartRun, server: PrivateServer, cause: Callable[[], object]) -> None:
+    server.sql("DO $$ BEGIN CREATE ROLE plain LOGIN; EXCEPTION WHEN duplicate_object THEN END $$")
+    _grow_older_than_a_first_start(server)
+    cause()
+    ready = time.monotonic()
+    script = "exec cut -d' ' -f1 /proc/uptime"
+    started = run("-v", "--key", "100:1", "--settle", "auto", "--", "sh", "-c", script, dsn=f"{server.dsn} user=plain")
+    assert started.code() == 0
+    assert time.monotonic() - ready >= 7.5
+    assert re.search(r"is ours; starting in [\d.]+s, because the server (was started|recovered from a crash)", started.err)
+
+
+def _grow_older_than_a_first_start(server: PrivateServer) -> None:
+    query = (
+        "SELECT extract(epoch FROM clock_timestamp()) - (system_identifier >> 32) > 12 "
+        "AND clock_timestamp() - pg_postmaster_start_time() > '6s' FROM pg_control_system()"
+    )
+    until(lambda: server.sql(query) == [(True,)], within=20, every=0.2)
+
+
+def test_settle_does_not_wait_on_an_old_server_nor_on_a_new_one(run: StartRun, server: Server) -> None:
+    """auto costs nothing on a server that is up for long, nor on one that was born a moment ago."""
+    started = run("-v", "--key", "100:1", "--settle", "auto", "--", "true")
+    assert started.code() == 0
+    assert "starting in" not in started.err
+
+
+def test_settle_always(run: StartRun, server: Server) -> None:
+    """always: every start waits for more than the window; a signal meanwhile ends it without a start."""
+    settling = run("-v", "--key", "100:1", "--settle", "always", "--", "echo", "ran")
+    until(lambda: "starting in 8s" in settling.err)
+    assert server.locks()
+    settling.popen.terminate()
+    assert settling.code(3) == 128 + signal.SIGTERM
+    assert settling.out == ""
+
+
+def test_lost_while_settling(run: StartRun, server: Server) -> None:
+    """A lock lost before the command starts: it never starts."""
+    settling = run("-v", "--key", "100:1", "--settle", "30", "--", "echo", "ran")
+    until(lambda: "starting in" in settling.err)
+    server.sql("SELECT pg_terminate_backend(%s)", backend(server))
+    assert settling.code() == 76
+    assert settling.out == ""
+    assert "the command was not started" in settling.err
+
+
+def test_window_of_short_timing() -> None:
+    """The chain that these tests use is safe: its window is below its ttl."""
+    values = dict(zip(SHORT[::2], SHORT[1::2], strict=True))
+    window = 2 * float(values["--check-timeout"]) + float(values["--kill-after"]) + 5
+    assert window < float(values["--ttl"])
