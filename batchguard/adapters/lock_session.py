@@ -84,9 +84,9 @@ def lock_mode(shared: bool) -> str:
 def comment(facts: Mapping[str, Any]) -> str:
     """Write what a session tells about itself as an SQL comment; pg_stat_activity shows it in any language.
 
-    Every slash is escaped, since `*/` would end the comment and `/*` open another inside it.
+    Every star is escaped, since `*/` would end the comment and `/*` open another inside it.
     """
-    text = json.dumps(facts, ensure_ascii=False, separators=(",", ":")).replace("/", "\\/")
+    text = json.dumps(facts, ensure_ascii=False, separators=(",", ":")).replace("*", "\\u002a")
     return f"/* batchguard {text} */ "
 
 

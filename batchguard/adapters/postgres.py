@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import psycopg
 from psycopg import OperationalError
 from psycopg.conninfo import conninfo_attempts, conninfo_to_dict, make_conninfo
 from psycopg.pq import Conninfo, ConnStatus, ExecStatus, PGconn, PollingStatus, Trace
@@ -129,7 +130,7 @@ def resolve_parameters(dsn: str) -> dict[str, str]:
         defaults = {o.keyword.decode(): o.val.decode() for o in Conninfo.get_defaults() if o.val is not None}
         if os.environ.get("PGSERVICE"):
             make_sure_of_service(os.environ["PGSERVICE"])
-    except OperationalError as error:
+    except psycopg.Error as error:
         raise ConfigError(f"the dsn does not read: {str(error).strip()}. Not started, exit 78.") from error
     for name in ("service", "servicefile"):
         defaults.pop(name, None)

@@ -105,11 +105,41 @@ def signal_tree(pid: int, number: int) -> int:
     return len(living)
 
 
-def kill_tree(pid: int) -> list[Process]:
-    """Send KILL to everything below a process; give what is still alive, to be called again until nothing is."""
+def kill_tree(pid: int) -> None:
+    """Send KILL to everything below a process; to be called again until nothing is left."""
     for below in descendants(pid):
         send(below, signal.SIGKILL)
-    return living_descendants(pid)
+
+
+def has_children() -> bool:
+    """Tell whether this process, a subreaper, has anything below it: dead or alive, until it is reaped.
+
+    Exact where a walk is not: a process that hops from fork to fork can be between two places
+    while we look, but it always is somebody's child, and in the end ours.
+    """
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def count_group(group: int, living: list[Process]) -> int:
+    """Count the living members of a process group, some of which `living` may have missed.
+
+    A zombie that its own parent does not reap is still a member for the kernel, but no longer runs.
+    """
+    found = sum(process.group == group for process in living)
+    if found:
+        return found
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return 0
+    except PermissionError:
+        return 1
+    zombies = any((process := inspect(pid)) and process.group == group for pid in descendants(os.getpid()))
+    return 0 if zombies else 1
 
 
 def send(pid: int, number: int) -> None:

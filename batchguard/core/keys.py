@@ -87,13 +87,13 @@ def parse_numbers(text: str) -> Key | None:
     if re.fullmatch(r"[+-]?\d+", text, re.ASCII):
         raise TableError(f'key "{text}" is one number; write {text}:ID, or bigint:{text} for the other number space.')
     if found := _BIGINT.fullmatch(text):
-        return bigint(_bounded(int(found[1]), INT8, text, "8-byte"))
+        return bigint(_bounded(int(found[1]), INT8, text, "int8"))
     if not (found := _PAIR.fullmatch(text)):
         return None
-    category, first = (_bounded(int(number), INT4, text, "4-byte") for number in found.groups()[:2])
+    category, first = (_bounded(int(number), INT4, text, "int4") for number in found.groups()[:2])
     if found[3] is None:
         return pair(category, first)
-    last = _bounded(int(found[3]), INT4, text, "4-byte")
+    last = _bounded(int(found[3]), INT4, text, "int4")
     if not 0 <= last - first < MAX_SLOTS:
         raise TableError(f'key "{text}" must count upwards, over at most {MAX_SLOTS} slots.')
     return KeyRange(category, first, last)
@@ -102,8 +102,7 @@ def parse_numbers(text: str) -> Key | None:
 def _bounded(number: int, limits: range, text: str, size: str) -> int:
     if number not in limits:
         raise TableError(
-            f'key "{text}": {number} does not fit a {size} number ({limits.start} to {limits.stop - 1}). '
-            "Choose a smaller one."
+            f'key "{text}": {number} does not fit {size} ({limits.start} to {limits.stop - 1}). Choose another.'
         )
     return number
 

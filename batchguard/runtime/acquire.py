@@ -174,6 +174,8 @@ class _Acquisition:
                     f"{attempt.why} on {attempt.host}: {key} was not run, exit 78. Correct dbname in the dsn."
                 )
         for attempt in attempts:
+            if attempt.sqlstate == "53200":
+                raise UnreachableError(messages.lock_table_full(Subject(key, self.subject.database, attempt.host)))
             if attempt.sqlstate == "53300":
                 raise UnreachableError(messages.no_slot(key, attempt.host, SLOT_RETRY))
         hosts = ", ".join(dict.fromkeys(attempt.host for attempt in attempts))

@@ -112,8 +112,9 @@ class _GuardLoop:
         yield from self.reaped()
         if self.guard.state in (core.State.LINGERING, core.State.STOPPING, core.State.KILLING):
             living = process_tree.living_descendants(os.getpid())
-            in_group = sum(process.group == self.group for process in living)
-            yield core.TreeCounted(in_group=in_group, in_tree=len(living))
+            in_tree = max(len(living), int(process_tree.has_children()))
+            in_group = process_tree.count_group(self.group, living) if self.group is not None else 0
+            yield core.TreeCounted(in_group=in_group, in_tree=in_tree)
 
     def heard(self, message: Message) -> Iterator[core.Event]:
         values = message.values

@@ -256,9 +256,11 @@ class _Keeper:
             self.feed(event)
         if now() >= self.keeper.deadline:
             self.feed(core.DeadlinePassed(slept_s))
-        if self.keeper.state is core.State.TAKING_OVER and not process_tree.kill_tree(os.getpid()):
+        if self.keeper.state is core.State.TAKING_OVER:
+            process_tree.kill_tree(os.getpid())
             process_tree.reap()
-            self.feed(core.TreeGone())
+            if not process_tree.has_children():
+                self.feed(core.TreeGone())
 
     def note_sleep(self) -> float:
         """Give the seconds since we were last awake: far more than a second means that we were stopped."""

@@ -215,7 +215,7 @@ def test_range_in_use_by_another_is_waited_for(run: StartRun, server: Server) ->
         other.execute("SELECT pg_advisory_lock(100, 10)")
         psql.execute("SELECT pg_advisory_lock(100, 11)")
         waiting = run("--key", "100:10..11", "--wait", "60", "--", "printenv", "BATCHGUARD_SLOT")
-        until(lambda: server.sessions())
+        until(server.sessions)
         psql.execute("SELECT pg_advisory_unlock(100, 11)")
         assert waiting.code() == 0
         assert waiting.out == "11\n"
@@ -360,7 +360,9 @@ def test_max_runtime(run: StartRun) -> None:
 
 def test_max_runtime_ends_in_kill(run: StartRun) -> None:
     """A command that ignores TERM is killed after the grace."""
-    limited = run("--key", "100:1", "--max-runtime", "0.3", "--", "sh", "-c", "trap '' TERM; while :; do sleep 0.1; done")
+    limited = run(
+        "--key", "100:1", "--max-runtime", "0.3", "--", "sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"
+    )
     assert limited.code() == 124
     assert re.search(r"ended by KILL after (0\.[5-9]|[1-9][\d.]*)s", limited.err)
 
@@ -414,7 +416,13 @@ def test_daemon_is_left_alone_by_default(run: StartRun, server: Server) -> None:
     until(lambda: not server.sessions(), within=1)
 
 
-@pytest.mark.parametrize("arguments", [["--wait-descendants", "all", "--", "sh", "-c", "setsid sleep 1.5 & exit 0"], ["--", "setsid", "-f", "sleep", "1.5"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--wait-descendants", "all", "--", "sh", "-c", "setsid sleep 1.5 & exit 0"],
+        ["--", "setsid", "-f", "sleep", "1.5"],
+    ],
+)
 def test_daemon_is_waited_for_when_asked(run: StartRun, arguments: list[str]) -> None:
     """--wait-descendants all waits for it; so does `run -- setsid job`, which is the job."""
     begun = time.monotonic()
@@ -486,11 +494,15 @@ def test_log_file_has_a_line_for_each_run(run: StartRun, server: Server, tmp_pat
         assert run("--key", "100:1", *files, "--", "true").code() == 75
     ran, skipped = map(json.loads, log.read_text().splitlines())
     assert json.loads(status.read_text()) == ran
-    assert ran.keys() == skipped.keys() == {
-        *("v", "run_id", "key", "name", "slot", "database", "server", "host", "started_at", "ended_at", "outcome"),
-        *("exit_code", "child_exit", "child_signal", "waited_s", "settled_s", "held_s", "lost_why"),
-        *("lost_after_command", "holder", "token", "message"),
-    }
+    assert (
+        ran.keys()
+        == skipped.keys()
+        == {
+            *("v", "run_id", "key", "name", "slot", "database", "server", "host", "started_at", "ended_at", "outcome"),
+            *("exit_code", "child_exit", "child_signal", "waited_s", "settled_s", "held_s", "lost_why"),
+            *("lost_after_command", "holder", "token", "message"),
+        }
+    )
     assert (ran["outcome"], ran["exit_code"], ran["child_exit"], ran["key"]) == ("failed", 3, 3, ["100:1"])
     assert (skipped["outcome"], skipped["exit_code"]) == ("skipped", 75)
     assert skipped["holder"]["application"] == "psql"

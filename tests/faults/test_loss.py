@@ -191,7 +191,7 @@ def test_command_that_ignores_term_is_killed(run: StartRun, server: Server) -> N
 
 
 def test_guard_killed(run: StartRun, server: Server) -> None:
-    """kill -9 of the guard: the keeper ends the tree, and only then is the lock free."""
+    """Kill -9 of the guard: the keeper ends the tree, and only then is the lock free."""
     running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
     tree = escaped(running)
     os.kill(running.guard, signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_guard_killed(run: StartRun, server: Server) -> None:
 
 
 def test_keeper_killed(run: StartRun, server: Server) -> None:
-    """kill -9 of the keeper: the guard ends the tree while its duplicate of the socket holds the lock."""
+    """Kill -9 of the keeper: the guard ends the tree while its duplicate of the socket holds the lock."""
     running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
     tree = escaped(running)
     guard = running.guard
@@ -304,7 +304,7 @@ def test_guard_stopped_and_lock_lost(run: StartRun, server: Server) -> None:
 def test_found_lost_after_the_command(run: StartRun, server: Server) -> None:
     """A loss that is found only by the unlock is said; the exit code stays the command's."""
     running = run("--key", "100:1", "--min-hold", "30", "--", "sh", "-c", "exit 3")
-    until(lambda: server.locks())
+    until(server.locks)
     until(lambda: not running.tree())
     time.sleep(0.3)  # the command is over and rests; a tree not yet started looks the same
     server.sql("SELECT pg_terminate_backend(%s)", backend(server))
@@ -318,7 +318,7 @@ def test_found_lost_after_the_command(run: StartRun, server: Server) -> None:
 
 def test_settle_waits_after_a_restart(run: StartRun, private_server: PrivateServer) -> None:
     """auto: a command starts more than a window after a restart, since an old tree may still be dying."""
-    _settles(run, private_server, lambda: (private_server.stop("fast"), private_server.start()))
+    _settles(run, private_server, lambda: private_server.restart("fast"))
 
 
 def test_settle_waits_after_a_crash(run: StartRun, private_server: PrivateServer) -> None:
@@ -335,7 +335,9 @@ def _settles(run: StartRun, server: PrivateServer, cause: Callable[[], object]) 
     started = run("-v", "--key", "100:1", "--settle", "auto", "--", "sh", "-c", script, dsn=f"{server.dsn} user=plain")
     assert started.code() == 0
     assert time.monotonic() - ready >= 7.5
-    assert re.search(r"is ours; starting in [\d.]+s, because the server (was started|recovered from a crash)", started.err)
+    assert re.search(
+        r"is ours; starting in [\d.]+s, because the server (was started|recovered from a crash)", started.err
+    )
 
 
 def _grow_older_than_a_first_start(server: PrivateServer) -> None:
@@ -347,7 +349,7 @@ def _grow_older_than_a_first_start(server: PrivateServer) -> None:
 
 
 def test_settle_does_not_wait_on_an_old_server_nor_on_a_new_one(run: StartRun, server: Server) -> None:
-    """auto costs nothing on a server that is up for long, nor on one that was born a moment ago."""
+    """Auto costs nothing on a server that is up for long, nor on one that was born a moment ago."""
     started = run("-v", "--key", "100:1", "--settle", "auto", "--", "true")
     assert started.code() == 0
     assert "starting in" not in started.err
