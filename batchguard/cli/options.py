@@ -71,8 +71,10 @@ def choose_dsn(dsn: str | None, local: bool, table: NumberTable) -> str:
 
 
 def _start_local() -> str:
-    from batchguard.adapters.embedded_server import own_server
+    from batchguard.adapters import report
+    from batchguard.adapters.embedded_server import own_server, start_own_server
 
     server = own_server(os.environ)
-    server.start()
-    return server.dsn
+    if not server.is_set_up and report.is_terminal():
+        report.say(f"setting up a PostgreSQL of your own in {server.folder} (the first time only, a few seconds)")
+    return start_own_server(os.environ).dsn

@@ -239,9 +239,9 @@ def test_full_lock_table(start: StartRun, workshop: Workshop, marker: str) -> No
         max_locks_per_transaction="10", max_connections="10", max_worker_processes="2", max_wal_senders="0"
     )
     with small.connect() as psql:
+        fill = "SELECT count(pg_advisory_lock(8, n)) FROM generate_series(1, 100000) AS n"
         with pytest.raises(psycopg.errors.OutOfMemory):
-            for taken in range(100_000):
-                psql.execute("SELECT pg_advisory_lock(8, %s)", [taken])
+            psql.execute(fill)
         ran = start("run", "--settle", "off", "--key", "100:1", "--", "touch", marker, dsn=small.dsn)
         assert ran.code() == 69
         assert "no room in the lock table" in ran.err
