@@ -320,5 +320,6 @@ def destroy_own_server(environ: Mapping[str, str]) -> None:
     if _has_account():
         with contextlib.suppress(FileNotFoundError):  # root's programs were removed by hand
             own_server(environ).destroy()
-        _account_command(["userdel", ACCOUNT])
+        # Its last process may be a zombie that a container's PID 1 does not reap; userdel takes it for a login.
+        _account_command(["userdel", "--force", ACCOUNT])
     shutil.rmtree(ROOT_FOLDER, ignore_errors=True)
