@@ -42,13 +42,14 @@ class Channel:
         """Close this end."""
         self._end.close()
 
-    def send(self, kind: str, values: Mapping[str, Any] | None = None, fds: Sequence[int] = ()) -> None:
-        """Send one message; never blocks, and drops it when the peer is gone or has long stopped reading."""
+    def send(self, kind: str, values: Mapping[str, Any] | None = None, fds: Sequence[int] = ()) -> bool:
+        """Send one message; never blocks. False, and dropped, when the peer is gone or has long stopped reading."""
         data = json.dumps([kind, values or {}]).encode()
         try:
             socket.send_fds(self._end, [data], list(fds))
         except OSError:
-            return
+            return False
+        return True
 
     def receive(self) -> list[Message]:
         """Give the messages that have come; afterwards `is_open` is False if the other end is gone."""

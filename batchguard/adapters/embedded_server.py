@@ -96,7 +96,7 @@ class EmbeddedServer:
         if self._answers():
             return
         self._make_folders()
-        with self._only_one():
+        with _alone_in(self.folder):
             if not self.is_set_up:
                 self.set_up()
             if not self._answers():
@@ -166,16 +166,6 @@ class EmbeddedServer:
     def _owner(self) -> int:
         return pwd.getpwnam(self.account).pw_uid if self.account is not None else os.geteuid()
 
-    @contextlib.contextmanager
-    def _only_one(self) -> Iterator[None]:
-        """Hold a file lock, so that two first runs do not both call initdb."""
-        fd = os.open(self.folder / "start.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
-
     def _run(self, program: str, *arguments: str | Path) -> None:
         as_account: dict[str, Any] = {}
         if self.account is not None and os.geteuid() == 0:
@@ -197,6 +187,17 @@ class EmbeddedServer:
         if done.returncode != 0:
             tail = output.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
             raise EmbeddedServerError(f"{program} failed ({tail[0]}). See {output} and {self.log}. Exit 70.")
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold a file lock, so that of several first runs one sets up and the others wait for it."""
+    fd = os.open(folder / "setup.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def wheel_programs() -> Path:
@@ -223,15 +224,13 @@ def copy_programs(programs: Path, to: Path) -> Path:
     if copy.exists():
         return copy
     to.mkdir(parents=True, exist_ok=True, mode=0o755)
-    partial = to / f"{package.name}.{os.getpid()}"
-    ignored = shutil.ignore_patterns("include", "__pycache__")
+    partial = to / "partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a copy that was interrupted
+    shutil.copytree(package / "pginstall", partial / "pginstall", ignore=shutil.ignore_patterns("include"))
     shutil.copytree(package.parent / f"{package.name}.libs", to / f"{package.name}.libs", dirs_exist_ok=True)
-    shutil.copytree(package / "pginstall", partial / "pginstall", ignore=ignored)
     for folder in (to / f"{package.name}.libs", partial):
         _open_to_read(folder)
-    with contextlib.suppress(OSError):  # another first run was faster
-        partial.rename(to / package.name)
-    shutil.rmtree(partial, ignore_errors=True)
+    partial.rename(to / package.name)
     return copy
 
 
@@ -267,9 +266,10 @@ def start_own_server(environ: Mapping[str, str]) -> EmbeddedServer:
     """
     server = own_server(environ)
     if os.geteuid() == 0:
-        _make_account()
         ROOT_FOLDER.mkdir(exist_ok=True, mode=0o755)
-        copy_programs(wheel_programs(), ROOT_FOLDER / f"programs-{_wheel_version()}")
+        with _alone_in(ROOT_FOLDER):
+            _make_account()
+            copy_programs(wheel_programs(), ROOT_FOLDER / f"programs-{_wheel_version()}")
     server.start()
     return server
 

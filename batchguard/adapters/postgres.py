@@ -7,6 +7,7 @@ its time is over. Who drives it decides what else is watched meanwhile; closing 
 import os
 import re
 import select
+import socket
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,36 +124,34 @@ def resolve_parameters(dsn: str) -> dict[str, str]:
     """
     try:
         given = {name: str(value) for name, value in conninfo_to_dict(dsn).items() if value is not None}
-        if service := given.pop("service", None):
-            os.environ["PGSERVICE"] = service  # PQconndefaults reads the service file, but only for this variable
-        if file := given.pop("servicefile", None):
-            os.environ["PGSERVICEFILE"] = file
-        defaults = {o.keyword.decode(): o.val.decode() for o in Conninfo.get_defaults() if o.val is not None}
-        if os.environ.get("PGSERVICE"):
-            make_sure_of_service(os.environ["PGSERVICE"])
     except psycopg.Error as error:
         raise ConfigError(f"the dsn does not read: {str(error).strip()}. Not started, exit 78.") from error
-    for name in ("service", "servicefile"):
-        defaults.pop(name, None)
-    return {**defaults, **given}
+    for name, variable in (("service", "PGSERVICE"), ("servicefile", "PGSERVICEFILE")):
+        if name in given:
+            os.environ[variable] = given.pop(name)  # PQconndefaults knows the service file only through these
+    return {**_defaults(), **given}
 
 
-def make_sure_of_service(service: str) -> None:
-    """Refuse an unknown service: PQconndefaults would pass over it and connect to the local default.
+def _defaults() -> dict[str, str]:
+    """Give libpq's defaults: of the service, of PG*, built in.
 
     Raises:
-        ConfigError: no connection service file has it.
+        ConfigError: the service is unknown; libpq passes over that here, and would use the local default.
     """
-    files = [os.environ.get("PGSERVICEFILE") or os.path.expanduser("~/.pg_service.conf")]
-    files.append(os.path.join(os.environ.get("PGSYSCONFDIR", "/etc/postgresql-common"), "pg_service.conf"))
-    header = re.compile(rf"^\[{re.escape(service)}\]", re.MULTILINE)
-    for file in files:
-        try:
-            if header.search(Path(file).read_text(encoding="utf-8", errors="replace")):
-                return
-        except OSError:
-            continue
-    raise ConfigError(f'service "{service}" is in none of {", ".join(files)}. Not started, exit 78.')
+    defaults = _read_defaults()
+    if service := os.environ.pop("PGSERVICE", None):
+        if defaults == _read_defaults():
+            raise ConfigError(
+                f'service "{service}" is unknown, or sets nothing: looked in PGSERVICEFILE, ~/.pg_service.conf and the '
+                "system's pg_service.conf. Not started, exit 78."
+            )
+        os.environ["PGSERVICE"] = service
+    return defaults
+
+
+def _read_defaults() -> dict[str, str]:
+    options = ((option.keyword.decode(), option.val) for option in Conninfo.get_defaults())
+    return {name: value.decode() for name, value in options if value is not None and not name.startswith("service")}
 
 
 def session_parameters(params: Mapping[str, str], application: str, ttl: float) -> dict[str, str]:
@@ -204,24 +203,29 @@ def connect(params: Mapping[str, str], timeout: float) -> Conversation[Session]:
 
 def _resolve(params: Mapping[str, str], timeout: float) -> Conversation[list[dict[str, str]] | str]:
     """Turn host names into addresses, in a thread: a resolver may take minutes, and signals must not wait."""
-    answer: list[list[dict[str, str]] | str] = []
-    done_read, done_write = os.pipe2(os.O_CLOEXEC)
-
-    def look_up() -> None:
-        try:
-            attempts = conninfo_attempts(dict(params))
-            answer.append([{name: str(value) for name, value in attempt.items()} for attempt in attempts])
-        except OperationalError as error:
-            answer.append(str(error))
-        os.write(done_write, b".")
-
     hosts = params.get("host", "").split(",")
     if params.get("hostaddr") or all(not host or host.startswith(("/", "@")) for host in hosts):
-        look_up()
-    else:
+        return _look_up(params)
+    answer: list[list[dict[str, str]] | str] = []
+    done, finished = socket.socketpair()
+
+    def look_up() -> None:
+        with finished:  # its end is the signal; nobody may be waiting for it any more
+            answer.append(_look_up(params))
+
+    with done:
         threading.Thread(target=look_up, daemon=True).start()
-    ready = yield Wait(done_read, READ, now() + timeout * len(hosts))
-    return answer[0] if ready else "its name could not be looked up in time"
+        yield Wait(done.fileno(), READ, now() + timeout * len(hosts))
+    return answer[0] if answer else "its name could not be looked up in time"
+
+
+def _look_up(params: Mapping[str, str]) -> list[dict[str, str]] | str:
+    """Give the parameters of each address, or why there is none."""
+    try:
+        attempts = conninfo_attempts(dict(params))
+    except OperationalError as error:
+        return str(error)
+    return [{name: str(value) for name, value in attempt.items()} for attempt in attempts]
 
 
 def _connect_once(params: Mapping[str, str], timeout: float) -> Conversation[Session | FailedAttempt]:
@@ -329,7 +333,7 @@ def _rows(session: Session, result: pq.PGresult) -> list[Row]:
     if result.status in (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK):
         return [
             tuple(
-                None if (value := result.get_value(row, column)) is None else value.decode()
+                None if (value := result.get_value(row, column)) is None else value.decode("utf-8", "replace")
                 for column in range(result.nfields)
             )
             for row in range(result.ntuples)

@@ -41,11 +41,12 @@ def take_over() -> CallerSignals:
     return CallerSignals(frozenset(ignored - set(SET_BY_PYTHON)), frozenset(blocked))
 
 
-def give_back(caller: CallerSignals) -> None:
+def give_back(caller: CallerSignals, and_ignore: Iterable[int] = ()) -> None:
     """In the child, before exec: what the caller ignored and blocked, and defaults for the rest."""
+    ignored = caller.ignored | set(and_ignore)
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        wanted = signal.SIG_IGN if number in caller.ignored else signal.SIG_DFL
+        wanted = signal.SIG_IGN if number in ignored else signal.SIG_DFL
         if signal.getsignal(number) is not wanted:
             signal.signal(number, wanted)
     signal.pthread_sigmask(signal.SIG_SETMASK, caller.blocked)

@@ -26,6 +26,10 @@ SUSPENDED_AFTER = 2.5
 """The loop wakes at least once a second; one that slept longer than this was stopped, or its machine was."""
 
 
+KEEPER_IS_LATE = 1.0
+"""How long after its own patience with the server the keeper still counts as alive."""
+
+
 class Linger(Enum):
     """What the batch still is when the command itself has ended (`--wait-descendants`)."""
 
@@ -249,7 +253,7 @@ def _deadline(guard: Guard, now: float) -> float:
         case State.RESTING:
             return min(guard.locked_at + guard.plan.min_hold, guard.lock_deadline)
         case State.RELEASING:
-            return guard.asked_at + timing.check_timeout
+            return guard.asked_at + timing.check_timeout + KEEPER_IS_LATE
         case State.WAITING | State.ENDED:
             return inf
 
@@ -296,6 +300,10 @@ def _interrupt_before_start(guard: Guard, event: SignalReceived, now: float) -> 
 
 def _leave(guard: Guard, event: KeeperLost, now: float) -> Step:
     return replace(guard, state=State.ENDED, keeper_lives=False), (EndSession(), Exit())
+
+
+def _keeper_lost_while_settling(guard: Guard, event: KeeperLost, now: float) -> Step:
+    return _leave(_note_loss(guard, LostWhy.KEEPER_DIED, now), event, now)
 
 
 def _spawn_failed(guard: Guard, event: SpawnFailed, now: float) -> Step:
@@ -515,7 +523,7 @@ TABLE: dict[State, dict[type, Callable[..., Step]]] = {
         LockAcquired: IGNORED,
         LockChecked: _check_while_settling,
         LockLost: _lost_while_settling,
-        KeeperLost: _leave,
+        KeeperLost: _keeper_lost_while_settling,
         SpawnFailed: _spawn_failed,
         ChildExited: IGNORED,
         TreeCounted: IGNORED,

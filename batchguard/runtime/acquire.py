@@ -31,7 +31,7 @@ from batchguard.core.errors import ConfigError, RightsError, UnreachableError
 from batchguard.core.keys import Key, KeyRange, LockKey, bigint, keys_of, order_keys
 from batchguard.core.messages import Holder, Subject
 from batchguard.core.settings import RunRequest
-from batchguard.core.settle import SettleDecision, decide_settle
+from batchguard.core.settle import ServerAge, SettleDecision, decide_settle
 from batchguard.core.timing import verify_timing
 
 OLDEST_SERVER = 140000
@@ -112,22 +112,25 @@ class _Acquisition:
         wait_until = self.began + self.settings.wait
         retry_until = self.began + self.settings.connect_retry
         while True:
-            yield from self.open(retry_until)
             try:
+                yield from self.open(retry_until)
                 locks = yield from self.take(wait_until)
                 if locks is None:
                     return (yield from self.skipped())
                 return (yield from self.held(locks))
             except TimedOutError:
-                raise UnreachableError(
-                    messages.unreachable(self.subject.key, self.subject.host, f"no answer within {self.patience:g}s")
-                ) from None
+                self.refuse_server(f"no answer within {self.patience:g}s")
+            except StatementError as error:
+                self.refuse_server(f"{error.sqlstate}, {error.message}")
             except SessionEndedError as error:
                 # A server that restarts while we queue ends the session, not the wait.
                 retry_until = max(retry_until, min(wait_until, now() + 3600))
                 if now() >= retry_until:
-                    why = f"the server ended the session, {error.sqlstate or 'connection closed'}"
-                    raise UnreachableError(messages.unreachable(self.subject.key, self.subject.host, why)) from None
+                    self.refuse_server(f"the server ended the session, {error.sqlstate or 'connection closed'}")
+
+    def refuse_server(self, why: str) -> NoReturn:
+        """Say that this server does not serve."""
+        raise UnreachableError(messages.unreachable(self.subject.key, self.subject.host, why)) from None
 
     @property
     def patience(self) -> float:
@@ -145,12 +148,8 @@ class _Acquisition:
         version = self.session.pgconn.server_version
         if version < OLDEST_SERVER:
             raise ConfigError(messages.server_too_old(self.subject.key, host, version))
-        try:
-            yield from self.ask(QUERIES["prepare_session"], lock_session.keepalive_settings(self.settings.ttl))
-            yield from self.identify()
-        except SessionEndedError as error:
-            why = f"the server ended the session, {error.sqlstate or 'connection closed'}"
-            raise UnreachableError(messages.unreachable(self.subject.key, host, why)) from None
+        yield from self.ask(QUERIES["prepare_session"], lock_session.keepalive_settings(self.settings.ttl))
+        yield from self.identify()
 
     def connect(self, retry_until: float) -> Conversation[Session]:
         slots_until = now() + SLOT_RETRY
@@ -303,9 +302,7 @@ class _Acquisition:
         except StatementError as error:
             if error.sqlstate == "53200":
                 raise UnreachableError(messages.lock_table_full(self.subject)) from None
-            raise UnreachableError(
-                messages.unreachable(self.subject.key, self.subject.host, f"{error.sqlstate} {error.message}")
-            ) from None
+            raise
 
     # What follows
 
@@ -332,10 +329,10 @@ class _Acquisition:
     def held(self, locks: tuple[LockKey, ...]) -> Conversation[Held]:
         waited_s = now() - self.began
         token = yield from self.take_token()
-        window = max(self.settings.timing.window, self.seen_window)
-        settle = decide_settle(
-            self.settings.settle, lock_session.read_server_age((yield from self.ask(QUERIES["server_age"]))[0]), window
-        )
+        age = ServerAge()
+        if self.settings.settle == "auto":
+            age = lock_session.read_server_age((yield from self.ask(QUERIES["server_age"]))[0])
+        settle = decide_settle(self.settings.settle, age, max(self.settings.timing.window, self.seen_window))
         slot = _slot(self.keys, locks)
         facts = {**self.about, "key": self.subject.key, "window_s": self.settings.timing.window}
         check_sql = lock_session.comment(facts) + QUERIES["check_locks"]

@@ -24,6 +24,9 @@ from batchguard.runtime.ending import RunFacts, report_ending
 LONGEST_SLEEP = 1.0
 """poll(2) sleeps on a clock that stops with the machine: wake often, so that a resumed machine looks at once."""
 KILL_PAUSE = 0.002
+TERMINAL_STOP = (signal.SIGTSTP,)
+"""A command that has the terminal to itself ignores Ctrl-Z: its shell waits for the keeper, which must not be stopped,
+so the terminal would be stuck."""
 RUN_VARIABLES = (
     "KEY",
     "NAME",
@@ -81,7 +84,7 @@ class _GuardLoop:
                 process_tree.kill_tree(os.getpid())
         if self.has_foreground:
             child.take_foreground()
-        if self.facts is not None and self.guard.ending.lost_why is LostWhy.KEEPER_DIED:
+        if self.facts is not None and not self.guard.keeper_lives:
             report_ending(self.facts, self.ending(), self.request.settings)
 
     def wait(self) -> float:
@@ -102,7 +105,8 @@ class _GuardLoop:
         for number in self.signals.read():
             if number != signal.SIGCHLD:
                 yield core.SignalReceived(number)
-        for message in self.channel.receive():
+        # A signal that came together with the lock comes first: the command then never starts.
+        for message in sorted(self.channel.receive(), key=lambda message: message.kind == "held"):
             yield from self.heard(message)
         if not self.channel.is_open and self.guard.keeper_lives:
             yield core.KeeperLost()
@@ -182,7 +186,7 @@ class _GuardLoop:
             process_tree.die_with_parent(own_pid)
             if self.has_foreground:
                 child.take_foreground()
-            signals.give_back(self.caller)
+            signals.give_back(self.caller, and_ignore=TERMINAL_STOP if self.has_foreground else ())
 
         try:
             with signals.AllBlocked():

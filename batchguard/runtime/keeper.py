@@ -108,9 +108,7 @@ class _Keeper:
         except _InterruptedError as interrupted:
             return self.not_started(RunOutcome.INTERRUPTED, exit_code_of_signal(interrupted.number), None)
         except _GuardDiedError:
-            message = messages.guard_died_early(self.facts.subject)
-            report.say(message, self.settings.log_format)
-            return self.not_started(RunOutcome.NOT_STARTED, ExitCode.LOST, message)
+            return self.guard_died_early()
         except BatchguardError as error:
             self.not_started(RunOutcome.NOT_STARTED, error.exit_code, str(error))
             raise
@@ -148,6 +146,11 @@ class _Keeper:
         self.dismiss_guard()
         write_files(self.facts, self.settings, outcome, code, message=message)
         return int(code)
+
+    def guard_died_early(self) -> int:
+        message = messages.guard_died_early(self.facts.subject)
+        report.say(message, self.settings.log_format)
+        return self.not_started(RunOutcome.NOT_STARTED, ExitCode.LOST, message)
 
     def dismiss_guard(self) -> None:
         """End a guard that has started nothing, and leave no process behind."""
@@ -200,7 +203,13 @@ class _Keeper:
             self.facts, slot=held.slot, token=held.token, settled_s=held.settle.wait_s, keys=tuple(map(str, held.locks))
         )
         self.socket_copy = duplicate(held.session.fd)
-        self.hand_over(held)
+        try:
+            self.look_around()
+            self.hand_over(held)
+        except _InterruptedError as interrupted:
+            return self.not_started(RunOutcome.INTERRUPTED, exit_code_of_signal(interrupted.number), None)
+        except _GuardDiedError:
+            return self.guard_died_early()
         self.announce(held)
         self.talk: _Talk | None = self.begin("watch", watch(held.session))
         self.woke_at = now()
@@ -218,7 +227,8 @@ class _Keeper:
             "environment": self.run_environment(held),
             "facts": self.facts.to_json(),
         }
-        self.channel.send("held", values, [held.session.fd])
+        if not self.channel.send("held", values, [held.session.fd]):
+            raise _GuardDiedError
 
     def run_environment(self, held: Held) -> dict[str, str]:
         identity = held.identity

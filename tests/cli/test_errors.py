@@ -83,7 +83,7 @@ def refuse(start: StartRun, marker: str) -> Refuse:
         (
             ["--key", "100:1", "--dsn", "service=nowhere"],
             78,
-            'service "nowhere" is in none of .* Not started, exit 78.',
+            'service "nowhere" is unknown, or sets nothing: .* Not started, exit 78.',
         ),
         (
             ["--key", "1:1..3", "--key", "1:2"],

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from batchguard.adapters import process_tree
-from tests.fixtures.guard import SHORT, StartRun, StartStorm
+from tests.fixtures.guard import COMMAND, SHORT, StartRun, StartStorm, clean_environment
 from tests.fixtures.server import Server
 from tests.fixtures.waiting import until
 
@@ -300,47 +301,27 @@ def test_signal_reaches_the_command_once(run: StartRun, to: str) -> None:
     assert running.out == ""
 
 
-def test_caller_that_ignores_sigchld(run: StartRun) -> None:
+def with_signal_ignored(name: str, server: Server, *command: str) -> "subprocess.Popen[bytes]":
+    """Start a run as a child of a shell that ignores a signal."""
+    argv = ["sh", "-c", f"trap '' {name}; exec \"$@\"", "sh", *COMMAND, "run", *SHORT, "--key", "100:1", "--", *command]
+    return subprocess.Popen(argv, env=clean_environment(BATCHGUARD_DSN=server.dsn), stdout=subprocess.PIPE)
+
+
+def test_caller_that_ignores_sigchld(server: Server) -> None:
     """With SIGCHLD ignored by the caller, the exit code still comes through."""
-    ignoring = "trap '' CHLD; exec \"$@\""
-    started = run("--key", "100:1", "--", "sh", "-c", "exit 7")
-    assert started.code() == 7
-    argv = started.popen.args
-    assert isinstance(argv, list)
-    environment = {**os.environ, "BATCHGUARD_DSN": _dsn_of(started)}
-    done = subprocess.run(["sh", "-c", ignoring, "sh", *argv], env=environment, check=False)
-    assert done.returncode == 7
+    with with_signal_ignored("CHLD", server, "sh", "-c", "exit 7") as popen:
+        assert popen.wait(30) == 7
 
 
-def _dsn_of(started: object) -> str:
-    return _LAST_DSN[0]
-
-
-_LAST_DSN: list[str] = []
-
-
-@pytest.fixture(autouse=True)
-def _note_dsn(server: Server) -> None:
-    _LAST_DSN[:] = [server.dsn]
-
-
-def test_nohup_stays_in_force(run: StartRun) -> None:
+def test_nohup_stays_in_force(server: Server) -> None:
     """A HUP that the caller ignores stays ignored in the command, and does not end us."""
-    script = 'trap "" HUP; exec "$@"'
-    argv = ["sh", "-c", script, "sh", *_argv(run)]
-    with subprocess.Popen(argv, env={**os.environ, "BATCHGUARD_DSN": _LAST_DSN[0]}, stdout=subprocess.PIPE) as popen:
+    script = "sed -n 's/SigIgn:\t//p' /proc/self/status; sleep 0.5"
+    with with_signal_ignored("HUP", server, "sh", "-c", script) as popen:
         assert popen.stdout is not None
         ignored = int(popen.stdout.readline(), 16)
         popen.send_signal(signal.SIGHUP)
-        assert popen.wait(10) == 0
+        assert popen.wait(30) == 0
     assert ignored >> (signal.SIGHUP - 1) & 1
-
-
-def _argv(run: StartRun) -> list[str]:
-    from tests.fixtures.guard import COMMAND
-
-    command = ["sh", "-c", "sed -n 's/SigIgn:\\t//p' /proc/self/status; sleep 0.5"]
-    return [*COMMAND, "run", *SHORT, "--key", "100:1", "--", *command]
 
 
 def test_signal_state_is_the_callers(run: StartRun) -> None:
@@ -474,7 +455,7 @@ def test_warn_held_is_silent_for_a_young_run(run: StartRun) -> None:
 
 def test_run_inside_itself(run: StartRun) -> None:
     """A run started inside a run of the same key says so without -v: it would skip for ever."""
-    inner = " ".join(f"'{word}'" for word in _argv(run)[:3])
+    inner = shlex.join(COMMAND)
     nested = run("--key", "100:1", "--", "sh", "-c", f"{inner} run --key 100:1 -- echo never")
     assert nested.code() == 75
     pattern = (
