@@ -542,3 +542,12 @@ def test_two_hundred_at_once(storm: StartStorm, server: Server) -> None:
     assert len(server.locks()) == 1
     started.popen.terminate()
     assert sorted(started.codes()) == [75] * 199 + [128 + signal.SIGTERM]
+
+
+@pytest.mark.parametrize("after", [0.0, 0.15, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.8])
+def test_term_at_any_moment(run: StartRun, after: float) -> None:
+    """TERM while starting, connecting, locking or spawning: either nothing was started, or it is ended too."""
+    running = run("--key", "100:1", "--", "sleep", "600")
+    time.sleep(after)  # the moment is what is tried
+    running.popen.terminate()
+    assert running.code(10) in (128 + signal.SIGTERM, -signal.SIGTERM)
