@@ -101,11 +101,18 @@ class _GuardLoop:
         return slept_s
 
     def what_happened(self) -> Iterator[core.Event]:
-        """Give what has happened since the last call, news of the lock before anything is judged."""
-        for number in self.signals.read():
+        """Give what has happened since the last call.
+
+        Ends come before signals: one sent after the command's end must not be forwarded to nobody.
+        Signals come before the lock: the command then never starts.
+        """
+        yield from self.ended()
+        numbers = self.signals.read()
+        for number in numbers:
             if number != signal.SIGCHLD:
                 yield core.SignalReceived(number)
-        # A signal that came together with the lock comes first: the command then never starts.
+        if signal.SIGCHLD in numbers:
+            yield from self.ended()  # it may have come after the first look, and will not come again
         for message in sorted(self.channel.receive(), key=lambda message: message.kind == "held"):
             yield from self.heard(message)
         if not self.channel.is_open and self.guard.keeper_lives:
@@ -113,12 +120,6 @@ class _GuardLoop:
         if (checked_at := self.mark.read()) > self.seen_mark:
             self.seen_mark = checked_at
             yield core.LockChecked(checked_at)
-        yield from self.reaped()
-        if self.guard.state in (core.State.LINGERING, core.State.STOPPING, core.State.KILLING):
-            living = process_tree.living_descendants(os.getpid())
-            in_tree = max(len(living), int(process_tree.has_children()))
-            in_group = process_tree.count_group(self.group, living) if self.group is not None else 0
-            yield core.TreeCounted(in_group=in_group, in_tree=in_tree)
 
     def heard(self, message: Message) -> Iterator[core.Event]:
         values = message.values
@@ -138,6 +139,15 @@ class _GuardLoop:
                 yield core.SignalReceived(values["number"], relayed=True)
             case "unlocked":
                 yield core.Unlocked(values["was_held"])
+
+    def ended(self) -> Iterator[core.Event]:
+        """Give who has ended, and how many are left where that matters."""
+        yield from self.reaped()
+        if self.guard.state in (core.State.LINGERING, core.State.STOPPING, core.State.KILLING):
+            living = process_tree.living_descendants(os.getpid())
+            in_tree = max(len(living), int(process_tree.has_children()))
+            in_group = process_tree.count_group(self.group, living) if self.group is not None else 0
+            yield core.TreeCounted(in_group=in_group, in_tree=in_tree)
 
     def reaped(self) -> Iterator[core.Event]:
         for pid, end in process_tree.reap().items():
