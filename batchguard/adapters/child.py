@@ -4,13 +4,19 @@ import contextlib
 import errno
 import fcntl
 import os
+import termios
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from batchguard.core.exit_codes import ExitCode
 
 _FIRST_LOCK_FD = 200
 """Above what scripts number by hand (`exec 9>lock`), so that the inherited socket is in nobody's way."""
+
+
+TerminalSettings = list[Any]
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,19 @@ def execute(argv: Sequence[str], environment: Mapping[str, str]) -> None:
     raise telling
 
 
+def caller_environment() -> dict[str, str]:
+    """Give the environment as our caller set it.
+
+    CPython adds LC_CTYPE where the locale is C, as under cron (PEP 538); Java and others would follow it.
+    """
+    environment = dict(os.environ)
+    with contextlib.suppress(OSError):
+        names = {entry.partition(b"=")[0] for entry in Path("/proc/self/environ").read_bytes().split(b"\0")}
+        if b"LC_CTYPE" not in names:
+            environment.pop("LC_CTYPE", None)
+    return environment
+
+
 def reserve_standard_descriptors() -> None:
     """Fill closed standard descriptors, so that none of our own becomes the command's stdout or our stderr.
 
@@ -135,6 +154,32 @@ def take_foreground() -> None:
     """Make this process's group the terminal's foreground; called with SIGTTOU blocked or ignored."""
     with contextlib.suppress(OSError):
         os.tcsetpgrp(0, os.getpgrp())
+
+
+def terminal_settings() -> TerminalSettings | None:
+    """Give how the terminal on stdin is set; None where it is none."""
+    try:
+        return termios.tcgetattr(0)
+    except termios.error:
+        return None
+
+
+def restore_terminal(settings: TerminalSettings | None) -> None:
+    """Set the terminal on stdin as it was."""
+    if settings is not None:
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(0, termios.TCSADRAIN, settings)
+
+
+def explain(program: str, code: int, why: str) -> str:
+    """Say why a program could not be executed, with what usually is behind it."""
+    if code != ExitCode.NOT_FOUND:
+        return f"{program}: {why}"
+    if os.path.exists(program):
+        return f"{program}: the interpreter on its first line does not exist (or has DOS line ends)"
+    if " " in program:
+        return f"\"{program}\": {why}; it is one word, and no shell is used. Write: -- sh -c '…'"
+    return f"{program}: {why}" if "/" in program else f"{program}: not found in PATH={os.environ.get('PATH', '')}"
 
 
 def owns_foreground() -> bool:

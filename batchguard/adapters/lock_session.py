@@ -18,6 +18,9 @@ WAIT_SLICE = 2.0
 """Seconds that one statement queues for a lock: a wait keeps a snapshot, and an endless one would hold up a
 CREATE INDEX CONCURRENTLY of the holder for ever."""
 
+LONGEST_PROBE = 32767
+"""Seconds: the kernel's limit for TCP_KEEPIDLE and TCP_KEEPINTVL (tcp(7))."""
+
 Row = Sequence[str | None]
 
 
@@ -31,6 +34,7 @@ class Identity:
     system_id: str
     session_start: str
     role: str
+    quoted_role: str
     in_recovery: bool
     lacks: str | None
     name_hash: int | None
@@ -43,17 +47,17 @@ def keepalive_settings(ttl: float) -> tuple[int, int, int, int]:
     Where the platform has TCP_USER_TIMEOUT it decides, at the first probe after it (tcp(7)); elsewhere the
     probes do, and their sum is at least the ttl as well.
     """
-    idle = max(1, round(ttl / 2))
-    interval = max(1, round(ttl / 12))
+    idle = min(max(1, round(ttl / 2)), LONGEST_PROBE)
+    interval = min(max(1, round(ttl / 12)), LONGEST_PROBE)
     count = max(1, ceil((ttl - idle) / interval))
     return idle, interval, count, ceil(ttl * 1000)
 
 
-def lock_functions(keys: Sequence[LockKey], shared: bool) -> list[str]:
+def lock_functions(keys: Sequence[LockKey], shared: bool, waits: bool) -> list[str]:
     """List the signatures of the functions that a run calls, as GRANT and has_function_privilege read them."""
     mode = "_shared" if shared else ""
     kinds = {"int, int" if key.kind == "pair" else "bigint" for key in keys}
-    names = (f"pg_try_advisory_lock{mode}", f"pg_advisory_lock{mode}", f"pg_advisory_unlock{mode}")
+    names = [f"pg_try_advisory_lock{mode}", f"pg_advisory_unlock{mode}"] + [f"pg_advisory_lock{mode}"] * waits
     return [f"{name}({kind})" for kind in sorted(kinds) for name in names]
 
 
@@ -103,7 +107,7 @@ def read_comment(query: str | None) -> Mapping[str, Any]:
 
 def read_identity(row: Row) -> Identity:
     """Read the answer to `identify`."""
-    pid, database, oid, system_id, start, role, in_recovery, lacks, name_hash, user_timeout = row
+    pid, database, oid, system_id, start, role, quoted_role, in_recovery, lacks, name_hash, user_timeout = row
     return Identity(
         backend_pid=int(pid or 0),
         database=database or "",
@@ -111,6 +115,7 @@ def read_identity(row: Row) -> Identity:
         system_id=system_id or "",
         session_start=start or "",
         role=role or "",
+        quoted_role=quoted_role or "",
         in_recovery=in_recovery == "t",
         lacks=lacks,
         name_hash=None if name_hash is None else int(name_hash),
@@ -131,14 +136,25 @@ def read_server_age(row: Row) -> ServerAge:
     return ServerAge(started, born, recovered, promoted, writable)
 
 
+_KINDS = {"run": "run", "shield": "run", "hold": "hold", "jobs": "jobs"}
+
+
+def _moment(text: object) -> datetime | None:
+    """Read a moment; None for what is none, since a comment may be anybody's."""
+    try:
+        return datetime.fromisoformat(str(text)).astimezone() if text else None
+    except ValueError:
+        return None
+
+
 def read_holder(row: Row) -> Holder:
     """Read one line of `holders`."""
     pid, user, application, query, since, age, host = row
     facts = read_comment(query)
     words = (application or "").split(" ")
-    by = words[1] if words[0] == "batchguard" and len(words) > 1 else "other"
-    since = facts.get("since") or (since if by == "other" else None)
-    begun = datetime.fromisoformat(since) if since else None
+    by = _KINDS.get(words[1], "other") if words[0] == "batchguard" and len(words) > 1 else "other"
+    since = facts.get("since") if by != "other" else since
+    begun = _moment(since)
     held_s = float(age) if age is not None and by == "other" else None
     if begun and by != "other":
         held_s = max(0.0, (datetime.now().astimezone() - begun).total_seconds())
@@ -148,11 +164,11 @@ def read_holder(row: Row) -> Holder:
         application=application,
         by=by,
         host=facts.get("host") or host,
-        since=since,
-        since_clock=begun.astimezone().strftime("%H:%M:%S") if begun else None,
+        since=begun.isoformat() if begun else None,
+        since_clock=begun.strftime("%H:%M:%S") if begun else None,
         held_s=held_s,
         run_id=facts.get("run_id"),
         reason=facts.get("reason"),
         until=facts.get("until"),
-        window_s=facts.get("window_s"),
+        window_s=window if isinstance(window := facts.get("window_s"), int | float) else None,
     )

@@ -33,6 +33,10 @@ CLIENT_TCP_SLACK = 2.0
 up, since the RST it would send frees the lock at once."""
 
 
+LONGEST_IDLE = 32767
+"""Seconds: the kernel refuses a longer TCP_KEEPIDLE (tcp(7)); tcp_user_timeout decides in any case."""
+
+
 @dataclass(frozen=True)
 class Wait:
     """Until `fd` is ready for `events`, or `until` (seconds of CLOCK_BOOTTIME) has come."""
@@ -168,7 +172,7 @@ def session_parameters(params: Mapping[str, str], application: str, ttl: float) 
         "application_name": text,
         "client_encoding": "UTF8",
         "keepalives": "1",
-        "keepalives_idle": f"{patience:.0f}",
+        "keepalives_idle": f"{min(patience, LONGEST_IDLE):.0f}",
         "tcp_user_timeout": f"{patience * 1000:.0f}",
     }
     dropped = {"target_session_attrs", "connect_timeout", "fallback_application_name"}
@@ -223,7 +227,7 @@ def _look_up(params: Mapping[str, str]) -> list[dict[str, str]] | str:
     """Give the parameters of each address, or why there is none."""
     try:
         attempts = conninfo_attempts(dict(params))
-    except OperationalError as error:
+    except (OperationalError, OSError, UnicodeError) as error:
         return str(error)
     return [{name: str(value) for name, value in attempt.items()} for attempt in attempts]
 
@@ -265,7 +269,8 @@ def _reason(message: str) -> str:
     """Cut libpq's several lines down to what went wrong."""
     first = message.strip().splitlines()[0] if message.strip() else "no reason given"
     reason = first.rpartition(" failed: ")[2]
-    return reason[:1].lower() + reason[1:] if not reason.startswith(("FATAL", "SSL", "SCRAM")) else reason
+    reason = reason.removeprefix("FATAL:").strip()
+    return reason[:1].lower() + reason[1:] if not reason.startswith(("SSL", "SCRAM")) else reason
 
 
 def _listen_to_notices(session: Session) -> None:

@@ -26,6 +26,11 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
+def is_visible() -> bool:
+    """Tell whether the kernel shows children in /proc: mounted, and built with CONFIG_PROC_CHILDREN."""
+    return os.access(f"/proc/{os.getpid()}/task/{os.getpid()}/children", os.R_OK)
+
+
 def become_subreaper() -> None:
     """Make every orphan below this process its child; not inherited by fork."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -77,19 +82,19 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def descendants(pid: int) -> list[int]:
-    """List everything below a process, parents before children; zombies included."""
+def descendants(pid: int, strangers: frozenset[int] = frozenset()) -> list[int]:
+    """List everything below a process, parents before children; zombies included, `strangers` and theirs left out."""
     found: list[int] = []
-    level = children(pid)
+    level = [below for below in children(pid) if below not in strangers]
     while level:
         found += level
         level = [below for parent in level for below in children(parent)]
     return found
 
 
-def living_descendants(pid: int) -> list[Process]:
-    """List what is alive below a process."""
-    seen = (inspect(below) for below in descendants(pid))
+def living_descendants(pid: int, strangers: frozenset[int] = frozenset()) -> list[Process]:
+    """List what is alive below a process but `strangers` and theirs."""
+    seen = (inspect(below) for below in descendants(pid, strangers))
     return [process for process in seen if process is not None and not process.is_dead]
 
 
@@ -99,15 +104,20 @@ def signal_tree(pid: int, number: int) -> int:
     CONT comes after the signal, so that a stopped process acts on it instead of sleeping on.
     """
     living = living_descendants(pid)
-    for wanted in (number, signal.SIGCONT):
-        for process in living:
-            send(process.pid, wanted)
+    signal_each(living, number)
+    signal_each(living, signal.SIGCONT)
     return len(living)
 
 
-def kill_tree(pid: int) -> None:
-    """Send KILL to everything below a process; to be called again until nothing is left."""
-    for below in descendants(pid):
+def signal_each(processes: list[Process], number: int) -> None:
+    """Signal several processes."""
+    for process in processes:
+        send(process.pid, number)
+
+
+def kill_tree(pid: int, strangers: frozenset[int] = frozenset()) -> None:
+    """Send KILL to everything below a process but `strangers` and theirs; to be called again until nothing is left."""
+    for below in descendants(pid, strangers):
         send(below, signal.SIGKILL)
 
 

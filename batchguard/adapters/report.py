@@ -44,10 +44,13 @@ def timestamp() -> str:
 
 
 def append_line(file: str, record: Mapping[str, Any]) -> str | None:
-    """Append one JSON line in one write, so that lines of several runs never mix; give the reason if it fails."""
+    """Append one JSON line in one write, so that lines of several runs never mix; give the reason if it fails.
+
+    O_NONBLOCK: a FIFO that nobody reads is an error, not a wait.
+    """
     data = json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n"
     try:
-        fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:
             os.write(fd, data)
         finally:

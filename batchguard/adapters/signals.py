@@ -52,6 +52,12 @@ def give_back(caller: CallerSignals, and_ignore: Iterable[int] = ()) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, caller.blocked)
 
 
+def die_of(number: int) -> None:
+    """End this process by a signal, so that its parent sees that and not an exit code."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 class SignalPipe:
     """Signals as something to read; what the caller had ignored (nohup's HUP) stays ignored."""
 

@@ -46,15 +46,17 @@ def top(
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and give its exit code; every error a user can cause is one line on stderr."""
     try:
-        code = app(args=argv, standalone_mode=False)
+        code = app(args=argv, prog_name="batchguard", standalone_mode=False)
     except TyperException as error:
-        return _fail(f"{error.format_message().rstrip('.')}. Try: batchguard --help", ExitCode.USAGE)
+        return _usage(error)
     except TableError as error:
         return _fail(f"{error} Exit {error.exit_code:d}.", error.exit_code)
     except BatchguardError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error), error.exit_code, error.log_format)
     except (KeyboardInterrupt, typer.Abort):
         return exit_code_of_signal(2)
+    except OSError as error:
+        return _fail(f"the system refused: {error.strerror} {error.filename or ''}".rstrip(), ExitCode.SOFTWARE)
     except Exception as error:
         if "-v" in sys.argv or "--verbose" in sys.argv:
             traceback.print_exc()
@@ -65,8 +67,19 @@ def main(argv: list[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _fail(message: str, code: ExitCode) -> int:
+def _usage(error: TyperException) -> int:
+    """Say what is wrong with a command line; where it is nothing but incomplete, the message is the help."""
+    message = error.format_message()
+    if "\n" in message:
+        typer.echo(message, err=True)
+        return ExitCode.USAGE
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "batchguard"
+    return _fail(f"{message.rstrip('.')}. Try: {command} --help", ExitCode.USAGE)
+
+
+def _fail(message: str, code: ExitCode, log_format: str = "text") -> int:
     from batchguard.adapters import report
 
-    report.say(message, exit_code=int(code))
+    report.say(message, log_format, exit_code=int(code))
     return int(code)

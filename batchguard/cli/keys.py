@@ -35,6 +35,7 @@ def keys(
 ) -> int:
     """Show the number table: every name, its key, who uses it for what, and what is set for it."""
     if context.invoked_subcommand is not None:
+        context.obj = config  # `keys --config FILE lint` means what `keys lint --config FILE` does
         return 0
     table = load_config(config)
     if table.file is None:
@@ -59,6 +60,7 @@ def keys(
 
 @app.command()
 def lint(
+    context: typer.Context,
     against: Annotated[
         Path | None,
         typer.Option(
@@ -73,7 +75,7 @@ def lint(
     from batchguard.adapters.config_file import load_table, read_file
     from batchguard.core.number_table import lint_against, lint_forms
 
-    table = load_table(config, os.environ)
+    table = load_table(config or context.obj, os.environ)
     if table.file is None:
         raise ConfigError("there is no number table: name one with --config, or write /etc/batchguard.toml. Exit 78.")
     findings: list[Finding] = [*table.findings, *lint_forms(table)]

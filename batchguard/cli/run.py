@@ -27,8 +27,8 @@ def _shell(given: str | None) -> None:
 
 def run(
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND [ARG]...", help="The command, started without a shell.")
-    ],
+        list[str] | None, typer.Argument(metavar="COMMAND [ARG]...", help="The command, started without a shell.")
+    ] = None,
     key: Annotated[
         list[str] | None,
         typer.Option(
@@ -139,7 +139,7 @@ def run(
     given = {name: value for name, value in locals().items() if name in SETTING_NAMES and value is not None}
     if nonblock:
         given["wait"] = "0"
-    return _run(tuple(command), tuple(key or ()), key_from_name, given, dsn, config, local, verbose)
+    return _run(tuple(command or ()), tuple(key or ()), key_from_name, given, dsn, config, local, verbose)
 
 
 def _run(
@@ -158,8 +158,14 @@ def _run(
     from batchguard.core.timing import verify_timing
     from batchguard.runtime.run import run as run_under_lock
 
+    if not command or not command[0]:
+        raise UsageError("no command: write batchguard run --key 100:1 -- COMMAND [ARG]...")
     if not keys and key_from_name is None:
+        if any(word.startswith("--key") for word in command):
+            raise UsageError("--key stands after the command; options go before it")
         raise UsageError("which lock? Give --key 100:1 (a category and a number of your own choice) or a name")
+    if key_from_name is not None and not is_name(key_from_name):
+        raise UsageError("--key-from-name takes up to 1000 characters of text, in the encoding of the terminal")
     given = {name: _read(name, value) for name, value in options.items()}
     table = load_config(config)
     searched = [str(path) for path in candidate_files(config, os.environ)]
@@ -181,6 +187,11 @@ def _run(
             verbose=verbose,
         )
     )
+
+
+def is_name(text: str) -> bool:
+    """Tell whether a text can be hashed on the server: no bytes that are no characters, and not a novel."""
+    return text.isprintable() and 0 < len(text) <= 1000
 
 
 def _read(name: str, value: Any) -> Any:

@@ -9,6 +9,8 @@ class BatchguardError(Exception):
     """Something a user must be told in one line; `str(error)` is that line without the prefix."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.SOFTWARE
+    log_format: str = "text"
+    """How the line is to be written, where the settings say so."""
 
 
 class UsageError(BatchguardError):

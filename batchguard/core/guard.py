@@ -26,6 +26,9 @@ SUSPENDED_AFTER = 2.5
 """The loop wakes at least once a second; one that slept longer than this was stopped, or its machine was."""
 
 
+SAME_SIGNAL = 1.0
+"""Seconds within which a signal to a whole process group has surely come by both paths."""
+
 KEEPER_IS_LATE = 1.0
 """How long after its own patience with the server the keeper still counts as alive."""
 
@@ -203,6 +206,15 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
+class SignalCopy:
+    """A signal that was forwarded, and by which path it had come; its twin may follow by the other."""
+
+    number: int
+    relayed: bool
+    at: float
+
+
+@dataclass(frozen=True)
 class Guard:
     """All that the guard knows; `deadline` is the next moment at which it must act by itself."""
 
@@ -220,8 +232,7 @@ class Guard:
     killed: bool = False
     reported_unkillable: bool = False
     ending: Ending = field(default_factory=Ending)
-    signals_direct: tuple[int, ...] = ()
-    signals_relayed: tuple[int, ...] = ()
+    recent_signals: tuple[SignalCopy, ...] = ()
 
     @property
     def lock_deadline(self) -> float:
@@ -251,7 +262,8 @@ def _deadline(guard: Guard, now: float) -> float:
         case State.KILLING:
             return inf if guard.reported_unkillable else guard.kill_at + KILL_TAKES_EFFECT
         case State.RESTING:
-            return min(guard.locked_at + guard.plan.min_hold, guard.lock_deadline)
+            unchecked = inf if not guard.keeper_lives else guard.lock_deadline  # nobody checks any more, nobody unlocks
+            return min(guard.locked_at + guard.plan.min_hold, unchecked)
         case State.RELEASING:
             return guard.asked_at + timing.check_timeout + KEEPER_IS_LATE
         case State.WAITING | State.ENDED:
@@ -269,18 +281,27 @@ def _acquire(guard: Guard, event: LockAcquired, now: float) -> Step:
         locked_at=now,
         settle_until=now + event.settle_s,
     )
-    return _spawn_when_due(held, now)
+    return _spawn_when_due(held, now, _longest_answer(guard))
 
 
-def _spawn_when_due(guard: Guard, now: float) -> Step:
-    """Start the command once settled, and only on a check younger than an interval."""
-    if now < guard.settle_until or now - guard.checked_at > guard.plan.timing.check_interval:
+def _longest_answer(guard: Guard) -> float:
+    return max(guard.plan.timing.check_interval, guard.plan.timing.check_timeout)
+
+
+def _spawn_when_due(guard: Guard, now: float, oldest: float | None = None) -> Step:
+    """Start the command once settled, and only on a check younger than an interval.
+
+    `oldest`: the age that is allowed to a check whose answer has just come; over a slow network no
+    answer is younger than an interval.
+    """
+    oldest = guard.plan.timing.check_interval if oldest is None else oldest
+    if now < guard.settle_until or now - guard.checked_at > oldest:
         return guard, ()
     return replace(guard, state=State.RUNNING, spawned_at=now), (SpawnChild(),)
 
 
 def _check_while_settling(guard: Guard, event: LockChecked, now: float) -> Step:
-    return _spawn_when_due(_note_check(guard, event), now)
+    return _spawn_when_due(_note_check(guard, event), now, _longest_answer(guard))
 
 
 def _deadline_while_settling(guard: Guard, event: DeadlinePassed, now: float) -> Step:
@@ -324,17 +345,17 @@ def _checked(guard: Guard, event: LockChecked, now: float) -> Step:
 
 
 def _forward(guard: Guard, event: SignalReceived, now: float) -> Step:
-    """Pass a signal on once, though it may reach the keeper, the guard or both (a whole group).
+    """Pass a signal on once, though one sent to a whole group comes by two paths: straight, and from the keeper.
 
-    Counting both paths and following the longer count tells one signal to all of us from two.
+    The second of two that came by different paths within a moment is the same one.
     """
-    before = max(guard.signals_direct.count(event.number), guard.signals_relayed.count(event.number))
-    if event.relayed:
-        guard = replace(guard, signals_relayed=(*guard.signals_relayed, event.number))
-    else:
-        guard = replace(guard, signals_direct=(*guard.signals_direct, event.number))
-    after = max(guard.signals_direct.count(event.number), guard.signals_relayed.count(event.number))
-    return guard, (ForwardSignal(event.number),) * (after - before)
+    recent = [copy for copy in guard.recent_signals if now - copy.at <= SAME_SIGNAL]
+    for copy in recent:
+        if copy.number == event.number and copy.relayed is not event.relayed:
+            recent.remove(copy)
+            return replace(guard, recent_signals=tuple(recent)), ()
+    recent.append(SignalCopy(event.number, event.relayed, now))
+    return replace(guard, recent_signals=tuple(recent)), (ForwardSignal(event.number),)
 
 
 def _child_exited(guard: Guard, event: ChildExited, now: float) -> Step:
@@ -442,7 +463,8 @@ def _counted_while_stopping(guard: Guard, event: TreeCounted, now: float) -> Ste
     if event.in_tree or guard.ending.child is None:
         return guard, ()
     ending = replace(guard.ending, stop_took_s=now - guard.stopping_since, needed_kill=guard.killed)
-    return _release(replace(guard, ending=ending), now)
+    guard = replace(guard, ending=ending)
+    return _release(guard, now) if ending.lost_why is not None else _rest(guard, now)
 
 
 def _deadline_while_killing(guard: Guard, event: DeadlinePassed, now: float) -> Step:

@@ -4,6 +4,7 @@ Each says what happened, to what, and what to do. The prefix `batchguard: ` is a
 """
 
 from dataclasses import dataclass
+from math import inf
 
 from batchguard.core.durations import format_duration
 from batchguard.core.outcome import Ending, LostWhy
@@ -52,9 +53,10 @@ def lost(subject: Subject, ending: Ending, timing: Timing, sqlstate: str | None)
     killed = _killed(ending)
     match ending.lost_why:
         case LostWhy.SILENT:
+            silence, host = format_duration(timing.check_timeout), subject.host.rpartition(":")[0] or subject.host
             return (
-                f"lost {subject.place}: no answer for {format_duration(timing.check_timeout)}; {killed} before the "
-                f"server gives the lock up; exit 76. Check the network to {subject.host.rpartition(':')[0]}."
+                f"lost {subject.place}: no answer for {silence}; {killed} before the server gives the lock up; "
+                f"exit 76. Check the network to {host}."
             )
         case LostWhy.UNLOCKED:
             return (
@@ -200,20 +202,36 @@ def standby(subject: Subject) -> str:
     )
 
 
-def no_execute_right(role: str, database: str, function: str) -> str:
+def no_execute_right(role: str, quoted_role: str, database: str, function: str) -> str:
     """Say which right on which function is missing, and what a DBA must run."""
     return (
         f'role "{role}" may not execute {function} in {database}. '
-        f"Ask a DBA: GRANT EXECUTE ON FUNCTION {function} TO {role}; Not started, exit 77."
+        f"Ask a DBA: GRANT EXECUTE ON FUNCTION {function} TO {quoted_role}; Not started, exit 77."
     )
 
 
-def unreachable(key: str, host: str, why: str) -> str:
-    """Say that the database cannot be reached."""
-    return (
-        f"cannot reach {host} ({why}): {key} was not run, exit 69. To keep trying: --connect-retry 5m. "
-        "Trying it out? --local"
-    )
+def no_right(subject: Subject, why: str) -> str:
+    """Say which right is missing, in the server's words."""
+    return f"cannot guard {subject.place}: {why} (42501). Ask a DBA to grant it. Not started, exit 77."
+
+
+def unreachable(key: str, host: str, why: str, *, named: bool = True) -> str:
+    """Say that the database cannot be reached; `named` is False when nobody said which database it is."""
+    advice = "To keep trying: --connect-retry 5m. Trying it out? --local"
+    if not named:
+        advice = "No database was named: --dsn, BATCHGUARD_DSN, or dsn in /etc/batchguard.toml. Trying it out? --local"
+    return f"cannot reach {host} ({why}): {key} was not run, exit 69. {advice}"
+
+
+def waiting(subject: Subject, holder: Holder, wait_s: float) -> str:
+    """Say, to a person, what a wait is for."""
+    limit = "" if wait_s == inf else f" for up to {format_duration(wait_s)}"
+    return f"waiting{limit} for {subject.place}: held by {holder.application or 'a session'} (backend {holder.pid})"
+
+
+def retrying(host: str, why: str, retry_s: float) -> str:
+    """Say, to a person, that connecting goes on."""
+    return f"cannot reach {host} yet ({why}); trying again for {format_duration(retry_s)}"
 
 
 def no_slot(key: str, host: str, waited_s: float) -> str:
@@ -245,6 +263,14 @@ def server_too_old(key: str, host: str, version: int) -> str:
     return (
         f"cannot guard {key}: {host} runs PostgreSQL {version // 10000}, and 14 is the oldest that tells whether "
         "it is a primary when a session begins. Not started, exit 78."
+    )
+
+
+def no_proc() -> str:
+    """Refuse a system on which a process tree cannot be followed, and so not be killed."""
+    return (
+        "cannot guard: /proc does not show the children of a process, so a batch could not be killed as a whole. "
+        "Mount /proc (a kernel with CONFIG_PROC_CHILDREN is needed). Not started, exit 78."
     )
 
 

@@ -243,7 +243,9 @@ def verify_table(table: NumberTable) -> None:
     if table.findings:
         first, *more = table.findings
         others = f" ({len(more)} more: batchguard keys lint)" if more else ""
-        raise TableError(f"{table.file}:{first.line}: {first.message.removesuffix('.')}{others}.")
+        text = first.message.removesuffix(".") + others
+        stop = "" if text.endswith("?") else "."
+        raise TableError(f"{table.file}:{first.line}: {text}{stop}")
 
 
 def choose_keys(table: NumberTable, requested: Sequence[str], searched: Sequence[str] = ()) -> Chosen:
@@ -288,6 +290,11 @@ def _entries_of(table: NumberTable, key: Key) -> list[Entry]:
 
 
 def _named(table: NumberTable, name: str, searched: Sequence[str]) -> Entry:
+    if not NAME_PATTERN.fullmatch(name):
+        raise TableError(
+            f'"{name}" is not a key: write CATEGORY:ID in whole numbers (100:1), FIRST..LAST for a range (100:10..12), '
+            "bigint:NUMBER, or a name from the number table."
+        )
     if name in table.entries:
         return table.entries[name]
     if table.file is None:
@@ -296,6 +303,9 @@ def _named(table: NumberTable, name: str, searched: Sequence[str]) -> Entry:
             f'"{name}" is neither a key such as 100:1 nor a known name: there is no number table{looked}. '
             "Name one with --config, or write numbers."
         )
+    for gone in table.retired:
+        if gone.name == name:
+            raise TableError(f"{name} is retired ({gone.key}, {table.file}:{gone.line}). Choose another.")
     near = get_close_matches(name, table.entries, 1)
     meant = f"Did you mean {near[0]}? Otherwise add" if near else "Add"
     raise TableError(f'"{name}" is not in {table.file}. {meant} it under [keys] with a number never used.')
@@ -316,7 +326,22 @@ def _merge(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def lint_forms(table: NumberTable) -> list[Finding]:
-    """Find a table that mixes pairs and bigints: bigint 100 and (100, 1) look alike and exclude nobody."""
+    """Find what is allowed and still a trap: names that look alike, and pairs beside bigints, which never exclude."""
+    return _look_alikes(table) + _mixed_kinds(table)
+
+
+def _look_alikes(table: NumberTable) -> list[Finding]:
+    """Find names that differ in - and _ alone: people, and the Java enum, take them for one."""
+    seen: dict[str, Entry] = {}
+    findings = []
+    for entry in table.entries.values():
+        other = seen.setdefault(entry.name.replace("-", "_"), entry)
+        if other is not entry:
+            findings.append(Finding(entry.line, f"{entry.name} and {other.name} (line {other.line}) look alike"))
+    return findings
+
+
+def _mixed_kinds(table: NumberTable) -> list[Finding]:
     kinds = {
         "pair" if isinstance(key, KeyRange) else key.kind: entry
         for entry in table.entries.values()

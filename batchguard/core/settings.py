@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import inf
 from typing import Any, Literal
 
@@ -206,4 +206,3 @@ class RunRequest:
     name: str | None = None
     dsn: str = ""
     verbose: bool = False
-    notes: tuple[str, ...] = field(default=())

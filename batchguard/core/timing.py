@@ -12,6 +12,10 @@ KILL_TAKES_EFFECT = 5.0
 """Time for SIGKILL to empty a process tree: 2 s were seen for 400 processes that kept forking."""
 
 
+LONGEST_TTL = 7 * 86400.0
+"""Beyond this, numbers of milliseconds no longer fit where the kernel and libpq keep them."""
+
+
 @dataclass(frozen=True)
 class Timing:
     """The four numbers a user can set, and what follows from them."""
@@ -53,6 +57,11 @@ def verify_timing(timing: Timing) -> None:
         )
     if min(timing.check_interval, timing.check_timeout, timing.ttl) <= 0:
         raise ConfigError("check-interval, check-timeout and ttl must be above 0. Not started, exit 78.")
+    if timing.ttl > LONGEST_TTL:
+        raise ConfigError(
+            f"ttl {format_duration(timing.ttl)} is longer than {format_duration(LONGEST_TTL)}: a host that dies would "
+            "keep its lock that long. Not started, exit 78."
+        )
     if timing.window < timing.ttl:
         return
     if timing.check_timeout >= timing.check_interval:

@@ -1,13 +1,14 @@
 """Getting the lock: connect, refuse what cannot be guarded, take the keys, make the token, decide the settling."""
 
+import os
 import random
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NoReturn
 
-from batchguard.adapters import lock_session
-from batchguard.adapters.clock import now
+from batchguard.adapters import lock_session, report
+from batchguard.adapters.clock import now, wall_time
 from batchguard.adapters.lock_session import Identity
 from batchguard.adapters.postgres import (
     ConnectFailedError,
@@ -104,16 +105,20 @@ class _Acquisition:
         )
         self.began = now()
         self.seen_window = 0.0
+        self.told: set[str] = set()
         self.keys: tuple[Key, ...] = request.keys
         database = self.params.get("dbname") or self.params.get("user") or ""
         self.subject = Subject(request.key_text, _database_text(database, self.params), host_text(self.params))
 
     def run(self) -> Conversation[Held | Skipped]:
-        wait_until = self.began + self.settings.wait
         retry_until = self.began + self.settings.connect_retry
+        wait_until = -inf
         while True:
             try:
                 yield from self.open(retry_until)
+                if wait_until == -inf:  # the first time: to wait is to wait for the lock
+                    self.began = now()
+                    wait_until = self.began + self.settings.wait
                 locks = yield from self.take(wait_until)
                 if locks is None:
                     return (yield from self.skipped())
@@ -121,6 +126,8 @@ class _Acquisition:
             except TimedOutError:
                 self.refuse_server(f"no answer within {self.patience:g}s")
             except StatementError as error:
+                if error.sqlstate == "42501":
+                    raise RightsError(messages.no_right(self.subject, error.message)) from None
                 self.refuse_server(f"{error.sqlstate}, {error.message}")
             except SessionEndedError as error:
                 # A server that restarts while we queue ends the session, not the wait.
@@ -160,7 +167,15 @@ class _Acquisition:
                 no_slot = any(attempt.sqlstate == "53300" for attempt in error.attempts)
                 if now() >= max(slots_until if no_slot else -inf, retry_until) or _is_final(error.attempts):
                     self.refuse_connection(error.attempts)
+                last = error.attempts[-1]
+                self.tell_once("retry", messages.retrying(last.host, last.why, self.settings.connect_retry))
                 yield from pause(random.uniform(0.1, 0.5))
+
+    def tell_once(self, about: str, message: str) -> None:
+        """Tell a person, once, why it takes so long."""
+        if about not in self.told and (self.request.verbose or report.is_terminal()):
+            self.told.add(about)
+            report.say(message, self.settings.log_format)
 
     def refuse_connection(self, attempts: Sequence[FailedAttempt]) -> NoReturn:
         """Say in one line why no server can be used, the most telling reason first."""
@@ -181,14 +196,15 @@ class _Acquisition:
         if all(attempt.standby for attempt in attempts):
             raise ConfigError(messages.standby(Subject(key, self.subject.database, hosts)))
         why = "; ".join(dict.fromkeys(attempt.why for attempt in attempts))
-        raise UnreachableError(messages.unreachable(key, hosts, why))
+        named = bool(self.request.dsn) or any(name in os.environ for name in ("PGHOST", "PGHOSTADDR", "PGSERVICE"))
+        raise UnreachableError(messages.unreachable(key, hosts, why, named=named))
 
     def identify(self) -> Conversation[None]:
         """Learn who serves us; refuse poolers, standbys, missing rights and platforms that give up too early."""
         written = [lock for key in self.request.keys for lock in keys_of(key)]
         if self.request.key_from_name is not None:
             written.append(bigint(0))
-        functions = lock_session.lock_functions(written, self.settings.shared)
+        functions = lock_session.lock_functions(written, self.settings.shared, waits=self.settings.wait > 0)
         rows = yield from self.ask(QUERIES["identify"], [functions, self.request.key_from_name])
         self.identity = lock_session.read_identity(rows[0])
         self.subject = Subject(
@@ -200,7 +216,8 @@ class _Acquisition:
             raise ConfigError(messages.pooler(self.subject))
         if self.identity.lacks is not None:
             signature = self.identity.lacks
-            raise RightsError(messages.no_execute_right(self.identity.role, self.subject.database, signature))
+            role, quoted = self.identity.role, self.identity.quoted_role
+            raise RightsError(messages.no_execute_right(role, quoted, self.subject.database, signature))
         if self.identity.server_ttl is not None and self.identity.server_ttl <= self.settings.timing.window:
             raise ConfigError(messages.short_ttl(self.subject, self.identity.server_ttl, self.settings.timing.window))
         if self.identity.name_hash is not None:
@@ -219,9 +236,8 @@ class _Acquisition:
             if busy is None:
                 return locks
             queued = None
-            if now() >= patient_until:
+            if now() >= patient_until or (yield from self.note_holders()):
                 return None
-            yield from self.note_holders()
             if now() < wait_until and isinstance(busy, LockKey):
                 if (yield from self.queue(busy, wait_until)):
                     queued = busy
@@ -311,30 +327,42 @@ class _Acquisition:
         rows = yield from self.ask(QUERIES["holders"], [self.identity.database_oid, *columns])
         return [lock_session.read_holder(row) for row in rows]
 
-    def note_holders(self) -> Conversation[None]:
-        """Remember the window of whoever holds the lock now: its tree may outlive its lock by that much."""
-        for holder in (yield from self.holders()):
+    def note_holders(self) -> Conversation[bool]:
+        """Remember the window of whoever holds the lock now: its tree may outlive its lock by that much.
+
+        True when it is the run that we were started in: to wait for that is to wait for ever.
+        """
+        holders = yield from self.holders()
+        for holder in holders:
             self.seen_window = max(self.seen_window, holder.window_s or 0.0)
+        if holders and self.settings.wait > 0:
+            self.tell_once("wait", messages.waiting(self.subject, holders[0], self.settings.wait))
+        return self.is_inside(holders)
+
+    def is_inside(self, holders: Sequence[Holder]) -> bool:
+        """Tell whether one of these is the run that this one was started in."""
+        return self.outer.get("SYSTEM_ID") == self.identity.system_id and any(
+            str(holder.pid) == self.outer.get("LOCK_PID") for holder in holders
+        )
 
     def skipped(self) -> Conversation[Skipped]:
         holders = []
         if self.want_holder or self.outer:
             holders = yield from self.holders()
-        inside = self.outer.get("SYSTEM_ID") == self.identity.system_id and any(
-            str(holder.pid) == self.outer.get("LOCK_PID") for holder in holders
-        )
         self.session.close()
-        return Skipped(self.subject, self.identity, holders[0] if holders else None, inside, now() - self.began)
+        inside, first = self.is_inside(holders), holders[0] if holders else None
+        return Skipped(self.subject, self.identity, first, inside, now() - self.began)
 
     def held(self, locks: tuple[LockKey, ...]) -> Conversation[Held]:
         waited_s = now() - self.began
+        self.taken_at = wall_time().isoformat(timespec="milliseconds")
         token = yield from self.take_token()
         age = ServerAge()
         if self.settings.settle == "auto":
             age = lock_session.read_server_age((yield from self.ask(QUERIES["server_age"]))[0])
         settle = decide_settle(self.settings.settle, age, max(self.settings.timing.window, self.seen_window))
         slot = _slot(self.keys, locks)
-        facts = {**self.about, "key": self.subject.key, "window_s": self.settings.timing.window}
+        facts = {**self.about, "since": self.taken_at, "key": self.subject.key, "window_s": self.settings.timing.window}
         check_sql = lock_session.comment(facts) + QUERIES["check_locks"]
         checked_at = now()
         rows = yield from self.ask(check_sql, self.check_params(locks))
@@ -356,7 +384,9 @@ class _Acquisition:
     def take_token(self) -> Conversation[str]:
         """Make the fencing token; one that is not surely durable is none."""
         try:
+            yield from self.ask(QUERIES["begin_token"])
             rows = yield from self.ask(QUERIES["take_token"])
+            yield from self.ask(QUERIES["commit_token"])
         except TimedOutError:
             why = f"its commit was not confirmed within {self.patience:g}s"
             raise UnreachableError(messages.token_unconfirmed(self.subject, why)) from None

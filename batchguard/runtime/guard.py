@@ -67,6 +67,7 @@ class _GuardLoop:
         self.group: int | None = None
         self.processes = 0
         self.has_foreground = False
+        self.terminal: child.TerminalSettings | None = None
         self.lock_fd: int | None = None
         self.environment: dict[str, str] = {}
         self.facts: RunFacts | None = None
@@ -84,12 +85,14 @@ class _GuardLoop:
                 process_tree.kill_tree(os.getpid())
         if self.has_foreground:
             child.take_foreground()
+            if self.guard.ending.stop_took_s is not None:
+                child.restore_terminal(self.terminal)  # a program that is killed leaves it as it was for its own use
         if self.facts is not None and not self.guard.keeper_lives:
             report_ending(self.facts, self.ending(), self.request.settings)
 
     def wait(self) -> float:
         """Sleep until something happens; give the seconds since we were last awake."""
-        longest = KILL_PAUSE if self.guard.state is core.State.KILLING else LONGEST_SLEEP
+        longest = self.pause()
         poll = select.poll()
         poll.register(self.signals, select.POLLIN)
         if self.channel.is_open:
@@ -99,6 +102,11 @@ class _GuardLoop:
         slept_s = now() - self.woke_at
         self.woke_at += slept_s
         return slept_s
+
+    def pause(self) -> float:
+        """Give the longest sleep: short while killing, until it has turned out that KILL does not help."""
+        killing = self.guard.state is core.State.KILLING and not self.guard.reported_unkillable
+        return KILL_PAUSE if killing else LONGEST_SLEEP
 
     def what_happened(self) -> Iterator[core.Event]:
         """Give what has happened since the last call.
@@ -158,7 +166,7 @@ class _GuardLoop:
                     yield core.ChildExited(end)
                 else:
                     code, why = failed
-                    yield core.SpawnFailed(code, f"{self.request.argv[0]}: {why}")
+                    yield core.SpawnFailed(code, child.explain(self.request.argv[0], code, why))
 
     def feed(self, event: core.Event) -> None:
         self.guard, actions = core.step(self.guard, event, now())
@@ -168,6 +176,7 @@ class _GuardLoop:
     def act(self, action: core.Action) -> None:
         match action:
             case core.SpawnChild():
+                self.channel.send("spawned")
                 self.spawn()
             case core.ForwardSignal(number):
                 self.forward(number)
@@ -190,6 +199,7 @@ class _GuardLoop:
 
     def spawn(self) -> None:
         self.has_foreground = child.owns_foreground() and process_tree.is_alone_in_group()
+        self.terminal = child.terminal_settings() if self.has_foreground else None
         own_pid = os.getpid()
 
         def prepare() -> None:
@@ -212,14 +222,24 @@ class _GuardLoop:
 
     def command_environment(self) -> dict[str, str]:
         """Our own environment, without what an outer run said of itself, and with what this run says."""
-        kept = {
-            name: value for name, value in os.environ.items() if name.removeprefix("BATCHGUARD_") not in RUN_VARIABLES
-        }
+        of_an_outer_run = {f"BATCHGUARD_{name}" for name in RUN_VARIABLES}
+        kept = {name: value for name, value in child.caller_environment().items() if name not in of_an_outer_run}
         return kept | self.environment
 
     def forward(self, number: int) -> None:
-        if self.group is not None:
-            process_tree.send_group(self.group, number)
+        """Signal the command's group; where setsid(1) or the user made the tree the batch, all of it.
+
+        CONT follows, as from timeout(1): a stopped batch would sleep on, and the lock with it.
+        """
+        for wanted in (number, signal.SIGCONT):
+            if self.guard.plan.linger is core.Linger.ALL:
+                process_tree.signal_each(process_tree.living_descendants(os.getpid()), wanted)
+            elif self.group is not None and (self.child is not None or self.group_lives()):
+                process_tree.send_group(self.group, wanted)
+
+    def group_lives(self) -> bool:
+        """Tell whether the group is still ours: reaped and empty, its number may be given anew."""
+        return any(process.group == self.group for process in process_tree.living_descendants(os.getpid()))
 
     def report_unkillable(self) -> None:
         pids = [process.pid for process in process_tree.living_descendants(os.getpid())]

@@ -10,6 +10,8 @@ from batchguard.adapters.postgres import (
     ConnectFailedError,
     Conversation,
     SessionEndedError,
+    StatementError,
+    TimedOutError,
     connect,
     execute,
     host_text,
@@ -32,25 +34,31 @@ def current_holders(dsn: str, keys: Sequence[Key]) -> dict[str, Holder]:
     """
     params = {**resolve_parameters(dsn), "application_name": "batchguard keys"}
     try:
-        return run_conversation(_holders(params, keys))
-    except (ConnectFailedError, SessionEndedError) as error:
-        why = (
-            "; ".join(attempt.why for attempt in error.attempts)
-            if isinstance(error, ConnectFailedError)
-            else "session ended"
-        )
-        raise UnreachableError(f"cannot reach {host_text(params)} ({why}); exit 69.") from None
+        found = run_conversation(_holders(params, keys))
+    except ConnectFailedError as error:
+        why = "; ".join(attempt.why for attempt in error.attempts)
+    except SessionEndedError:
+        why = "the server ended the session"
+    except TimedOutError:
+        why = f"no answer within {_PATIENCE:g}s"
+    except StatementError as error:
+        why = f"{error.sqlstate}, {error.message}"
+    else:
+        return found
+    raise UnreachableError(f"cannot reach {host_text(params)} ({why}); exit 69.")
 
 
 def _holders(params: dict[str, str], keys: Sequence[Key]) -> Conversation[dict[str, Holder]]:
     session = yield from connect(params, _PATIENCE)
     queries = load_queries("lock")
-    oid = yield from execute(session, "SELECT oid FROM pg_catalog.pg_database WHERE datname = current_database()")
+    until = now() + _PATIENCE
+    sql = "SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database()"
+    oid = yield from execute(session, sql, until=until)
     found = {}
     for key in keys:
         for lock in keys_of(key):
             columns = lock_session.key_columns([lock])
-            rows = yield from execute(session, queries["holders"], [oid[0][0], *columns])
+            rows = yield from execute(session, queries["holders"], [oid[0][0], *columns], until)
             if rows:
                 found[str(lock)] = lock_session.read_holder(rows[0])
     session.close()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, NoReturn, TypeVar
 
+from psycopg import OperationalError
 from psycopg.conninfo import make_conninfo
 
 from batchguard.adapters import lock_session, process_tree, report, signals
@@ -85,6 +86,8 @@ class _Keeper:
         self.mark = mark
         self.signals = pipe
         self.guard_pid = guard_pid
+        self.strangers = frozenset(process_tree.children(os.getpid())) - {guard_pid}
+        self.spawned = False
         self.woke_at = now()
         self.long_sleep = (0.0, 0.0)  # how long, and when it ended
         self.ending: Ending | None = None
@@ -93,7 +96,7 @@ class _Keeper:
         self.sqlstate: str | None = None
         host = os.uname().nodename
         run_id, since = str(uuid.uuid4()), report.timestamp()
-        self.about = {"run_id": run_id, "since": since, "host": host, "pid": os.getpid()}
+        self.about = {"run_id": run_id, "host": host, "pid": os.getpid()}
         subject = Subject(request.key_text, "", "")
         keys = tuple(str(key) for key in request.keys)
         self.facts = RunFacts(run_id, subject, keys, since, request.name, host=host)
@@ -111,6 +114,7 @@ class _Keeper:
             return self.guard_died_early()
         except BatchguardError as error:
             self.not_started(RunOutcome.NOT_STARTED, error.exit_code, str(error))
+            error.log_format = self.settings.log_format
             raise
         if isinstance(got, Skipped):
             return self.skip(got, outer.get("RUN_ID", ""))
@@ -150,7 +154,8 @@ class _Keeper:
     def guard_died_early(self) -> int:
         message = messages.guard_died_early(self.facts.subject)
         report.say(message, self.settings.log_format)
-        return self.not_started(RunOutcome.NOT_STARTED, ExitCode.LOST, message)
+        write_files(self.facts, self.settings, RunOutcome.NOT_STARTED, ExitCode.LOST, message=message)
+        return ExitCode.LOST
 
     def dismiss_guard(self) -> None:
         """End a guard that has started nothing, and leave no process behind."""
@@ -211,12 +216,26 @@ class _Keeper:
         except _GuardDiedError:
             return self.guard_died_early()
         self.announce(held)
-        self.talk: _Talk | None = self.begin("watch", watch(held.session))
-        self.woke_at = now()
-        while self.keeper.state is not core.State.ENDED:
-            self.turn()
+        try:
+            self.talk: _Talk | None = self.begin("watch", watch(held.session))
+            self.woke_at = now()
+            while self.keeper.state is not core.State.ENDED:
+                self.turn()
+        except BaseException as error:
+            self.leave_to_guard(error)
         shut_down(self.socket_copy)
         return self.finish()
+
+    def leave_to_guard(self, error: BaseException) -> NoReturn:
+        """Leave after a fault of our own with the session open: the guard ends the batch, and then the session.
+
+        Python's ordinary way out would run libpq's goodbye to the server, which frees the lock at once.
+        """
+        report.say(
+            f"internal error in the keeper: {type(error).__name__}: {error}. Please report it.",
+            self.settings.log_format,
+        )
+        os._exit(ExitCode.SOFTWARE)
 
     def hand_over(self, held: Held) -> None:
         """Give the guard a duplicate of the socket: the server sees the session end only when both are gone."""
@@ -257,7 +276,7 @@ class _Keeper:
 
     def turn(self) -> None:
         """Sleep until something happens, tell core, do what it says."""
-        killing = self.keeper.state is core.State.TAKING_OVER
+        killing = self.keeper.state is core.State.TAKING_OVER and not self.keeper.reported_unkillable
         until = min(self.keeper.deadline, now() + (KILL_PAUSE if killing else LONGEST_SLEEP))
         talks = [talk for talk in (self.talk, self.shield) if talk is not None]
         ready = self.sleep([talk.wait for talk in talks], until)
@@ -267,10 +286,18 @@ class _Keeper:
         if now() >= self.keeper.deadline:
             self.feed(core.DeadlinePassed(slept_s))
         if self.keeper.state is core.State.TAKING_OVER:
-            process_tree.kill_tree(os.getpid())
-            process_tree.reap()
-            if not process_tree.has_children():
-                self.feed(core.TreeGone())
+            self.kill_tree()
+
+    def kill_tree(self) -> None:
+        """Kill what is below us, but not what our caller had started before it became us (`job & exec …`)."""
+        process_tree.kill_tree(os.getpid(), self.strangers)
+        process_tree.reap()
+        if self.strangers:
+            gone = not process_tree.living_descendants(os.getpid(), self.strangers)
+        else:
+            gone = not process_tree.has_children()
+        if gone:
+            self.feed(core.TreeGone())
 
     def note_sleep(self) -> float:
         """Give the seconds since we were last awake: far more than a second means that we were stopped."""
@@ -307,6 +334,8 @@ class _Keeper:
             if message.kind == "release":
                 self.ending = Ending.from_json(message.values["ending"])
                 yield core.ReleaseAsked()
+            elif message.kind == "spawned":
+                self.spawned = True
             elif message.kind == "ended_session":
                 self.guard_ended_session = True
         if self.guard_pid in process_tree.reap():
@@ -330,11 +359,12 @@ class _Keeper:
             case core.LockAgain():
                 self.talk = self.begin("lock_again", self.lock_all(self.held.session))
             case core.KillGuard():
-                process_tree.send(self.guard_pid, signal.SIGKILL)
+                process_tree.kill_tree(os.getpid(), self.strangers)  # the guard is the first of them
             case core.KillTree():
-                self.processes = len(process_tree.living_descendants(os.getpid()))
+                self.processes = len(process_tree.living_descendants(os.getpid(), self.strangers))
             case core.ReportUnkillable():
-                pids = [process.pid for process in process_tree.living_descendants(os.getpid())]
+                living = process_tree.living_descendants(os.getpid(), self.strangers)
+                pids = [process.pid for process in living]
                 report.say(messages.unkillable(self.facts.subject, pids), self.settings.log_format)
             case core.SendUnlock():
                 self.talk = self.begin("unlock", self.unlock())
@@ -433,7 +463,7 @@ class _Keeper:
                 self.shield_session = yield from connect(params, self.settings.check_timeout)
                 yield from self.lock_all(self.shield_session)
                 yield from watch(self.shield_session)
-            except (ConnectFailedError, SessionEndedError, StatementError, TimedOutError):
+            except (ConnectFailedError, SessionEndedError, StatementError, TimedOutError, OSError, OperationalError):
                 yield from pause(0.05)
 
     def close(self) -> None:
@@ -451,6 +481,8 @@ class _Keeper:
     def finish(self) -> int:
         """Report what happened, now that nothing can be delayed by it."""
         ending = self.ending
+        if not self.spawned and (self.keeper.took_over or ending is None):
+            return self.guard_died_early()
         if self.keeper.took_over or ending is None:
             held_s = now() - self.locked_at
             ending = guard_died(ending, self.keeper.lost_why, held_s, self.processes)

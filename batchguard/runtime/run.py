@@ -4,12 +4,15 @@ Both are subreapers, so whichever dies, the kernel hands everything below it to 
 """
 
 import os
+import signal
 from typing import NoReturn
 
 from batchguard.adapters import child, process_tree, report, signals
 from batchguard.adapters.channel import Channel, CheckMark, open_pair
 from batchguard.adapters.signals import CallerSignals
-from batchguard.core.exit_codes import ExitCode
+from batchguard.core import messages
+from batchguard.core.errors import ConfigError
+from batchguard.core.exit_codes import ExitCode, exit_code_of_signal
 from batchguard.core.settings import RunRequest
 from batchguard.runtime.guard import run_guard
 
@@ -20,6 +23,8 @@ def run(request: RunRequest) -> int:
     Raises:
         BatchguardError: the command was not started, and why.
     """
+    if not process_tree.is_visible():
+        raise ConfigError(messages.no_proc())
     child.reserve_standard_descriptors()
     caller = signals.take_over()
     process_tree.become_subreaper()
@@ -32,7 +37,10 @@ def run(request: RunRequest) -> int:
     guards_end.close()
     from batchguard.runtime.keeper import run_keeper
 
-    return run_keeper(request, keepers_end, mark, caller, guard_pid)
+    code = run_keeper(request, keepers_end, mark, caller, guard_pid)
+    if code == exit_code_of_signal(signal.SIGINT) and child.owns_foreground():
+        signals.die_of(signal.SIGINT)  # at a prompt: a shell ends its loop only when its child died of Ctrl-C
+    return code
 
 
 def _be_guard(request: RunRequest, channel: Channel, mark: CheckMark, caller: CallerSignals) -> NoReturn:

@@ -1,8 +1,11 @@
 """Every error that a user can cause: one line that says what to do, the right exit code, no start, no traceback."""
 
+import contextlib
+import json
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from tests.fixtures.proxy import Proxy
 from tests.fixtures.server import PrivateServer, Server, Workshop, free_port
 from tests.fixtures.waiting import until
 
+MakeProxy = Callable[[tuple[str, int]], Proxy]
 Refuse = Callable[..., tuple[int, str]]
 
 
@@ -59,8 +63,9 @@ def refuse(start: StartRun, marker: str) -> Refuse:
             r"unsafe timing: check-timeout 20 \(twice\) \+ kill-after 10 \+ 5 = 55s must be below ttl 30s: raise --ttl or lower another. Not started, exit 78.",
         ),
         (["--key", "100:1", "--kill-after", "0"], 78, r"kill-after 0 .* write --signal KILL. Not started, exit 78."),
+        (["--key", "100:x"], 78, '"100:x" is not a key: write CATEGORY:ID in whole numbers .* Exit 78.'),
         ([], 64, "which lock[?] Give --key 100:1 .*"),
-        (["--key", "100:1", "--nosuch"], 64, "No such option: --nosuch.* Try: batchguard --help"),
+        (["--key", "100:1", "--nosuch"], 64, "No such option: --nosuch.* Try: batchguard run --help"),
         (["--key", "100:1", "--wait", "soon"], 64, '--wait: "soon" is not a duration; .*'),
         (["--key", "100:1", "-E", "300"], 64, "--skip-code: 300 is not an exit code from 0 to 255"),
         (
@@ -99,11 +104,27 @@ def test_command_line(refuse: Refuse, arguments: list[str], code: int, message: 
     assert got == code
 
 
-def test_nothing_to_run(start: StartRun) -> None:
+@pytest.mark.parametrize("command", [[], ["--", ""]])
+def test_nothing_to_run(start: StartRun, command: list[str]) -> None:
     """Without a command: usage."""
-    ran = start("run", "--key", "100:1")
+    ran = start("run", "--key", "100:1", *command)
     assert ran.code() == 64
-    assert "Missing argument" in ran.err
+    assert ran.err == "batchguard: no command: write batchguard run --key 100:1 -- COMMAND [ARG]...\n"
+
+
+def test_no_database_named(start: StartRun) -> None:
+    """Under cron the shell's exports are gone: the line says that no database was named."""
+    ran = start("run", "--key", "100:1", "--", "true", env={"BATCHGUARD_DSN": ""})
+    assert ran.code() == 69
+    assert "No database was named: --dsn, BATCHGUARD_DSN, or dsn in /etc/batchguard.toml." in ran.err
+
+
+def test_bare_command_is_help(start: StartRun) -> None:
+    """`batchguard` alone prints its help as it is, and fails."""
+    bare = start()
+    assert bare.code() == 64
+    assert bare.err.startswith("Usage: ")
+    assert "Try:" not in bare.err
 
 
 @pytest.mark.parametrize(
@@ -112,7 +133,7 @@ def test_nothing_to_run(start: StartRun) -> None:
         (
             "[defaults]\nskipcode = 1\n",
             "1:1",
-            r'%s:2: unknown setting "skipcode" in \[defaults\]; did you mean skip_code\?. Exit 78.',
+            r'%s:2: unknown setting "skipcode" in \[defaults\]; did you mean skip_code\? Exit 78.',
         ),
         ('[keys]\na = "1:1"\nb = "1:1"\n', "a", r"%s:3: 1:1 is given to a \(line 2\) and to b. .* Exit 78."),
         (
@@ -231,6 +252,56 @@ def test_role_without_the_right(refuse: Refuse, server: Server, role: str) -> No
         rf"Ask a DBA: GRANT EXECUTE ON FUNCTION pg_try_advisory_lock\(int, int\) TO {role}; Not started, exit 77.",
         said,
     ), said
+
+
+def test_retrying_uses_up_nothing(start: StartRun) -> None:
+    """Hundreds of attempts to connect need no more descriptors than one."""
+    dsn = f"host=localhost port={free_port()} user=x dbname=x"
+    retrying = start("run", "--key", "100:1", "--connect-retry", "4", "--", "true", dsn=dsn)
+    until(lambda: len(os.listdir(f"/proc/{retrying.keeper}/fd")) > 5)
+    counts = set()
+    while retrying.popen.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            counts.add(len(os.listdir(f"/proc/{retrying.keeper}/fd")))
+        time.sleep(0.05)
+    assert retrying.code() == 69
+    assert max(counts) < 20
+
+
+def test_server_that_falls_silent_after_the_login(start: StartRun, server: Server, make_proxy: MakeProxy) -> None:
+    """A server that accepts and then says nothing more: 69, not a fault of ours."""
+    proxy = make_proxy(server.host_and_port)
+    proxy.freeze_at(b"ReadyForQuery")
+    ran = start(
+        "run",
+        "--key",
+        "100:1",
+        "--check-timeout",
+        "1",
+        "--",
+        "true",
+        dsn=f"{server.dsn} host=127.0.0.1 port={proxy.port}",
+    )
+    assert ran.code() == 69
+    assert "(no answer within 1s)" in ran.err
+
+
+def test_right_that_is_not_a_lock_function(refuse: Refuse, server: Server, role: str) -> None:
+    """Any other right that is missing: 77, in the server's words."""
+    server.sql("REVOKE EXECUTE ON FUNCTION pg_control_system() FROM PUBLIC")
+    try:
+        code, said = refuse("--key", "100:1", dsn=f"{server.dsn} user={role} password=right")
+    finally:
+        server.sql("GRANT EXECUTE ON FUNCTION pg_control_system() TO PUBLIC")
+    assert code == 77
+    assert "pg_control_system (42501). Ask a DBA to grant it. Not started, exit 77." in said
+
+
+def test_errors_as_json(start: StartRun) -> None:
+    """--log-format json holds for errors too."""
+    ran = start("run", "--key", "100:1", "--log-format", "json", "--", "true", dsn=f"host=127.0.0.1 port={free_port()}")
+    assert ran.code() == 69
+    assert json.loads(ran.err)["exit_code"] == 69
 
 
 def test_full_lock_table(start: StartRun, workshop: Workshop, marker: str) -> None:

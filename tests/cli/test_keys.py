@@ -95,6 +95,14 @@ def test_lint_lists_every_fault(start: StartRun, table: Path) -> None:
     assert second.startswith(f"{table}:6: category 200 of 200:1 is not listed")
 
 
+def test_lint_takes_the_groups_config(start: StartRun, table: Path) -> None:
+    """`keys --config FILE lint` is `keys lint --config FILE`; names that look alike are found."""
+    table.write_text('[keys]\na-b = "1:1"\na_b = "1:2"\n')
+    found = start("keys", "--config", str(table), "lint")
+    assert found.code() == 1
+    assert found.out == f"{table}:3: a_b and a-b (line 2) look alike\n"
+
+
 def test_lint_against(start: StartRun, table: Path, tmp_path: Path) -> None:
     """--against finds a number that changed since yesterday."""
     old = tmp_path / "old.toml"

@@ -70,7 +70,17 @@ def test_not_found_and_not_executable(run: StartRun, tmp_path: Path) -> None:
     """127 and 126, as the shell and timeout(1) have them, with a line that names the command."""
     missing = run("--key", "100:1", "--", "no-such-command-here")
     assert missing.code() == 127
-    assert missing.err == "batchguard: cannot run no-such-command-here: No such file or directory; exit 127.\n"
+    path = os.environ["PATH"]
+    assert missing.err == f"batchguard: cannot run no-such-command-here: not found in PATH={path}; exit 127.\n"
+    words = run("--key", "100:1", "--", "echo hello")
+    assert words.code() == 127
+    assert "it is one word, and no shell is used. Write: -- sh -c" in words.err
+    dos = tmp_path / "dos"
+    dos.write_text("#!/bin/sh\r\ntrue\r\n")
+    dos.chmod(0o755)
+    odd = run("--key", "100:1", "--", str(dos))
+    assert odd.code() == 127
+    assert "the interpreter on its first line does not exist (or has DOS line ends); exit 127." in odd.err
     plain = tmp_path / "plain"
     plain.write_text("#!/bin/sh\n")
     refused = run("--key", "100:1", "--", str(plain))
@@ -131,6 +141,15 @@ def test_environment_of_the_command(run: StartRun, server: Server) -> None:
     assert "password" not in given["BATCHGUARD_LOCK_DSN"]
 
 
+def test_variables_of_the_callers_own_come_through(server: Server) -> None:
+    """NAME, TOKEN and the like are the caller's; under cron nothing is added to them, no LC_CTYPE either."""
+    own = {"NAME": "a", "TOKEN": "b", "KEY": "c", "DATABASE": "d", "SLOT": "e", "PATH": os.environ["PATH"], "HOME": "/"}
+    argv = [*COMMAND, "run", *SHORT, "--dsn", server.dsn, "--key", "100:1", "--", "env"]
+    done = subprocess.run(argv, env=own, capture_output=True, text=True, check=True)
+    given = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert {name: value for name, value in given.items() if not name.startswith("BATCHGUARD_")} == own
+
+
 def test_fencing_token_grows(run: StartRun) -> None:
     """Each acquisition has a higher token than the one before."""
     tokens = []
@@ -149,6 +168,17 @@ def test_wait_until_the_lock_is_free(run: StartRun, server: Server) -> None:
         until(lambda: [lock for lock in server.locks() if not lock[4]])
     assert waiting.code() == 0
     assert waiting.out == "ran\n"
+
+
+def test_a_person_is_told_what_a_wait_is_for(run: StartRun, server: Server) -> None:
+    """With -v a wait says what it waits for, once."""
+    with server.connect(application_name="psql") as psql:
+        psql.execute("SELECT pg_try_advisory_lock(100, 1)")
+        waiting = run("-v", "--key", "100:1", "--wait", "5", "--", "true")
+        until(lambda: "waiting for up to 5s for 100:1" in waiting.err)
+        time.sleep(2.5)  # more than one slice of the queue
+    assert waiting.code() == 0
+    assert waiting.err.count("waiting") == 1
 
 
 def test_wait_runs_out(run: StartRun, server: Server) -> None:
@@ -235,14 +265,14 @@ def test_several_keys_all_or_nothing(run: StartRun, server: Server) -> None:
     running.code()
 
 
-def test_opposite_orders_do_not_skip_each_other(run: StartRun) -> None:
-    """Two runs that name two keys in opposite orders never both give up: one of them always runs."""
-    for _ in range(5):
-        codes = [
-            run("--key", first, "--key", second, "--", "sleep", "0.3")
-            for first, second in (("100:1", "100:2"), ("100:2", "100:1"))
-        ]
-        assert 0 in [started.code() for started in codes]
+def test_several_keys_do_not_skip_each_other(storm: StartStorm, server: Server) -> None:
+    """A run whose keys are all free runs, though others reach for some of them in vain at the same instant."""
+    with server.connect() as psql:
+        psql.execute("SELECT pg_advisory_lock(100, 3)")
+        wanted = ["run", *SHORT, "--key", "100:2", "--key", "100:1", "--", "true"]
+        in_vain = ["run", *SHORT, "--key", "100:2", "--key", "100:3", "--", "true"]
+        for _ in range(5):
+            assert storm([in_vain, in_vain, wanted, in_vain, in_vain]).codes() == [75, 75, 0, 75, 75]
 
 
 def test_bigint_and_negative_keys(run: StartRun, server: Server) -> None:
@@ -281,6 +311,25 @@ def test_term_is_forwarded_and_waited_for(run: StartRun, server: Server) -> None
     time.sleep(0.5)  # in the middle of the clean-up
     assert server.locks()
     assert running.code() == 9
+
+
+def test_term_reaches_a_job_in_a_session_of_its_own(run: StartRun) -> None:
+    """`run -- setsid job`: the job is the batch though it is in no group of ours."""
+    running = run(
+        "--key",
+        "100:1",
+        "--",
+        "setsid",
+        "-f",
+        "sh",
+        "-c",
+        "trap 'echo term; exit 0' TERM; echo ready; while :; do sleep 0.05; done",
+    )
+    assert running.popen.stdout is not None
+    running.popen.stdout.readline()
+    running.popen.terminate()
+    assert running.code(5) == 0
+    assert running.out == "term\n"
 
 
 @pytest.mark.parametrize("to", ["keeper", "guard", "group"])
@@ -329,6 +378,25 @@ def test_signal_state_is_the_callers(run: StartRun) -> None:
     ran = run("--key", "100:1", "--", "sed", "-n", "s/^Sig\\(Ign\\|Blk\\):\t//p", "/proc/self/status")
     assert ran.code() == 0
     assert [int(line, 16) for line in ran.out.split()] == [0, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_stopped_command_can_be_ended(run: StartRun, number: int) -> None:
+    """A signal to a batch that somebody stopped ends it: CONT follows, as from timeout(1)."""
+    running = run("--key", "100:1", "--", "sleep", "600")
+    command = running.command()
+    os.kill(command, signal.SIGSTOP)
+    until(lambda: (process := process_tree.inspect(command)) and process.state == "T")
+    running.popen.send_signal(number)
+    assert running.code(5) == 128 + number
+
+
+def test_min_hold_holds_after_a_time_limit(run: StartRun, server: Server) -> None:
+    """The lock is kept for --min-hold however the command ended, unless it is lost."""
+    begun = time.monotonic()
+    limited = run("--key", "100:1", "--min-hold", "2", "--max-runtime", "0.2", "--", "sleep", "60")
+    assert limited.code() == 124
+    assert time.monotonic() - begun >= 2
 
 
 def test_max_runtime(run: StartRun) -> None:
@@ -453,10 +521,11 @@ def test_warn_held_is_silent_for_a_young_run(run: StartRun) -> None:
     running.code()
 
 
-def test_run_inside_itself(run: StartRun) -> None:
-    """A run started inside a run of the same key says so without -v: it would skip for ever."""
+@pytest.mark.parametrize("wait", ["0", "forever"])
+def test_run_inside_itself(run: StartRun, wait: str) -> None:
+    """A run started inside a run of the same key says so without -v: it would skip, or wait, for ever."""
     inner = shlex.join(COMMAND)
-    nested = run("--key", "100:1", "--", "sh", "-c", f"{inner} run --key 100:1 -- echo never")
+    nested = run("--key", "100:1", "--", "sh", "-c", f"{inner} run --key 100:1 --wait {wait} -- echo never")
     assert nested.code() == 75
     pattern = (
         r"batchguard: skipped 100:1: this run was started inside a run of the same key \(run [0-9a-f-]{36}\), which holds it. "
@@ -502,6 +571,14 @@ def test_status_skips(run: StartRun, server: Server, tmp_path: Path) -> None:
 def test_log_file_that_cannot_be_written(run: StartRun, tmp_path: Path) -> None:
     """A log that cannot be written is said, and changes nothing else."""
     done = run("--key", "100:1", "--log-file", str(tmp_path / "no" / "log"), "--", "sh", "-c", "exit 3")
+    assert done.code() == 3
+    assert "cannot write" in done.err
+
+
+def test_log_file_that_nobody_reads(run: StartRun, tmp_path: Path) -> None:
+    """A FIFO without a reader does not hold us up."""
+    os.mkfifo(tmp_path / "fifo")
+    done = run("--key", "100:1", "--log-file", str(tmp_path / "fifo"), "--", "sh", "-c", "exit 3")
     assert done.code() == 3
     assert "cannot write" in done.err
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import termios
 from collections.abc import Iterator
 
 import pytest
@@ -73,6 +74,27 @@ def test_command_reads_the_terminal(terminal: list[Terminal], server: Server) ->
     running.type(b"hello\n")
     until(lambda: running.shows("got hello"))
     assert running.code() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
+def test_terminal_is_set_as_before_after_a_kill(terminal: list[Terminal], server: Server) -> None:
+    """A program that switched the echo off and is killed does not leave the terminal so."""
+    running = run_on(terminal, server, "--max-runtime", "0.5", "--", "sh", "-c", "stty -echo; echo ready; sleep 60")
+    before = termios.tcgetattr(running.fd)[3]
+    until(lambda: running.shows("ready"))
+    assert termios.tcgetattr(running.fd)[3] != before
+    until(lambda: running.shows("exit 124"))
+    assert termios.tcgetattr(running.fd)[3] == before
+    assert running.code() == 124
+
+
+@pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
+def test_interrupted_as_a_shell_expects(terminal: list[Terminal], server: Server) -> None:
+    """A command that died of Ctrl-C: so do we, or the shell's loop would go on."""
+    running = run_on(terminal, server, "--", "sh", "-c", "echo ready; exec sleep 60")
+    until(lambda: running.shows("ready"))
+    running.type(b"\x03")
+    assert running.code() == -signal.SIGINT
 
 
 @pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")

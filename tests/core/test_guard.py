@@ -113,7 +113,7 @@ def check(
     kinds = [type(action) for action in actions]
     told = f"{before} --{event} at {now}--> {after} {actions}"
     if g.SpawnChild in kinds:
-        assert now - after.checked_at <= TIMING.check_interval, f"spawned on an old check: {told}"
+        assert now - after.checked_at <= TIMING.check_timeout, f"spawned on an old check: {told}"
         assert world.acquired, told
         assert not world.lost, f"spawned without the lock: {told}"
     if g.AskRelease in kinds or g.EndSession in kinds:
@@ -218,15 +218,37 @@ def test_unkillable_is_reported_once() -> None:
 
 @pytest.mark.parametrize(
     ("arrivals", "forwarded"),
-    [("d", 1), ("r", 1), ("dr", 1), ("rd", 1), ("dd", 2), ("rr", 2), ("drdr", 2), ("rrd", 2)],
+    [("d", 1), ("r", 1), ("dr", 1), ("rd", 1), ("dd", 2), ("rr", 2), ("drdr", 2), ("rrd", 2), ("d r", 2), ("dr r", 2)],
 )
-def test_signals_are_forwarded_once_per_path(arrivals: str, forwarded: int) -> None:
-    """d: straight to the guard, r: through the keeper; one signal to the whole group comes by both."""
-    guard, sent = running(), 0
+def test_a_signal_by_two_paths_is_forwarded_once(arrivals: str, forwarded: int) -> None:
+    """d: straight to the guard, r: through the keeper; one signal to the whole group comes by both at once."""
+    guard, sent, now = running(), 0, 1.0
     for arrival in arrivals:
-        guard, actions = g.step(guard, g.SignalReceived(SIGINT, relayed=arrival == "r"), 1.0)
+        if arrival == " ":
+            now += 2.0  # two signals, then
+            continue
+        guard, actions = g.step(guard, g.SignalReceived(SIGINT, relayed=arrival == "r"), now)
         sent += len(actions)
     assert sent == forwarded
+
+
+def test_a_slow_network_does_not_keep_the_command_from_starting() -> None:
+    """Where no answer is younger than an interval, the newest there can be is good enough; a stale one is not."""
+    _, actions = g.step(g.Guard(plan=g.Plan(timing=TIMING)), g.LockAcquired(0.0), 3.0)
+    assert actions == (g.SpawnChild(),)
+    guard, actions = g.step(g.Guard(plan=g.Plan(timing=TIMING)), g.LockAcquired(0.0), 4.5)
+    assert actions == ()
+    _, actions = g.step(guard, g.LockChecked(3.0), 6.5)
+    assert actions == (g.SpawnChild(),)
+
+
+def test_min_hold_outlives_the_keeper() -> None:
+    """With the keeper gone while the lock rests, the duplicate holds it for the rest of --min-hold."""
+    guard, _ = g.step(running(linger=g.Linger.NONE, min_hold=120.0), g.ChildExited(ChildEnd(exit=0)), 1.0)
+    guard, actions = g.step(guard, g.KeeperLost(), 2.0)
+    assert (actions, guard.deadline) == ((), 120.0)
+    _, actions = g.step(guard, g.DeadlinePassed(), 120.0)
+    assert actions == (g.EndSession(), g.Exit())
 
 
 def test_settles_until_a_fresh_check() -> None:

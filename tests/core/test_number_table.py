@@ -93,6 +93,12 @@ def test_retired_number() -> None:
         choose_keys(table, ["100:8..10"])
 
 
+def test_retired_name() -> None:
+    """The name of a retired number is said to be retired, not unknown."""
+    with pytest.raises(TableError, match="old_export is retired"):
+        choose_keys(read('[retired]\nold_export = "100:9"'), ["old_export"])
+
+
 def test_unlisted_category() -> None:
     """With [categories], another category is refused: that keeps two systems on one database apart."""
     table = read('[categories]\n100 = "sales"')

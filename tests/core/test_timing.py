@@ -43,6 +43,12 @@ def test_kill_after_zero() -> None:
         verify_timing(Timing(kill_after=0))
 
 
+def test_ttl_has_an_upper_bound() -> None:
+    """A month is no ttl, and would not fit the kernel's milliseconds."""
+    with pytest.raises(ConfigError, match="longer than 7d"):
+        verify_timing(Timing(ttl=30 * 86400))
+
+
 positive = st.floats(min_value=0.01, max_value=1000)
 
 

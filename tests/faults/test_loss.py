@@ -2,7 +2,10 @@
 
 import os
 import re
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from batchguard.adapters import process_tree
-from tests.fixtures.guard import SHORT, Run, StartRun
+from tests.fixtures.guard import COMMAND, SHORT, Run, StartRun, clean_environment
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.server import PrivateServer, Server
 from tests.fixtures.waiting import until
@@ -201,9 +204,10 @@ def test_guard_killed(run: StartRun, server: Server) -> None:
     assert re.fullmatch(pattern, running.err)
 
 
-def test_keeper_killed(run: StartRun, server: Server) -> None:
+@pytest.mark.parametrize("inherit", ["--inherit-lock", "--no-inherit-lock"])
+def test_keeper_killed(run: StartRun, server: Server, inherit: str) -> None:
     """Kill -9 of the keeper: the guard ends the tree while its duplicate of the socket holds the lock."""
-    running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
+    running = run("--key", "100:1", inherit, "--", "sh", "-c", ESCAPEES)
     tree = escaped(running)
     guard = running.guard
     os.kill(running.keeper, signal.SIGKILL)
@@ -215,6 +219,75 @@ def test_keeper_killed(run: StartRun, server: Server) -> None:
         r"exit 76. Out of memory\? See dmesg.\n"
     )
     assert re.fullmatch(pattern, running.err)
+
+
+BROKEN_KEEPER = """
+import sys
+from batchguard.cli.app import main
+from batchguard.runtime import keeper
+
+def fail(self):
+    if self.woke_at > self.locked_at + 1:
+        raise RuntimeError("a fault of our own")
+    return kept(self)
+
+kept, keeper._Keeper.note_sleep = keeper._Keeper.note_sleep, fail
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_fault_of_our_own_in_the_keeper(server: Server) -> None:
+    """Whatever goes wrong in the keeper, it does not end the session while the tree lives."""
+    stubborn = "trap '' TERM; echo $$; while :; do sleep 0.1; done"
+    argv = [
+        sys.executable,
+        "-c",
+        BROKEN_KEEPER,
+        "run",
+        *SHORT,
+        "--key",
+        "100:1",
+        "--no-inherit-lock",
+        "--",
+        "sh",
+        "-c",
+        stubborn,
+    ]
+    environment = clean_environment(BATCHGUARD_DSN=server.dsn)
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as popen:
+        assert popen.stdout is not None
+        command = int(popen.stdout.readline())
+        assert watch_until_free(server, [command]) == []
+        assert popen.wait(10) == 70
+        assert popen.stderr is not None
+        assert b"internal error in the keeper: RuntimeError: a fault of our own" in popen.stderr.read()
+
+
+def test_guard_killed_before_the_command(run: StartRun, server: Server) -> None:
+    """A guard killed while the lock settles: 76, and the line does not speak of a command that never was."""
+    settling = run("-v", "--key", "100:1", "--settle", "30", "--", "echo", "ran")
+    until(lambda: "starting in" in settling.err)
+    os.kill(settling.guard, signal.SIGKILL)
+    assert settling.code() == 76
+    assert settling.err.endswith("guard process was killed before the command of 100:1 was started; exit 76.\n")
+    assert settling.out == ""
+
+
+def test_children_that_were_there_before_us_are_spared(server: Server) -> None:
+    """`job & exec batchguard …`: when the keeper has to kill, the caller's other job is not the batch."""
+    line = f"sleep 77 & echo $!; exec {shlex.join([*COMMAND, 'run', *SHORT, '--key', '100:1', '--', 'sleep', '600'])}"
+    environment = clean_environment(BATCHGUARD_DSN=server.dsn)
+    with subprocess.Popen(
+        ["bash", "-c", line], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as popen:
+        assert popen.stdout is not None
+        job = int(popen.stdout.readline())
+        until(server.locks)
+        guard = until(lambda: [pid for pid in process_tree.children(popen.pid) if process_tree.children(pid)])[0]
+        os.kill(guard, signal.SIGKILL)
+        assert popen.wait(10) == 76
+        assert alive([job]) == [job]
+        os.kill(job, signal.SIGKILL)
 
 
 def test_both_killed(run: StartRun, server: Server) -> None:

@@ -34,8 +34,10 @@ SELECT pg_backend_pid(),
        (SELECT system_identifier FROM pg_control_system()),
        (SELECT to_json(backend_start) #>> '{}' FROM pg_stat_get_activity(pg_backend_pid())),
        current_user,
+       quote_ident(current_user),
        pg_is_in_recovery(),
-       (SELECT min(f) FROM unnest($1::text[]) AS f WHERE NOT has_function_privilege(f, 'EXECUTE')),
+       (SELECT f FROM unnest($1::text[]) WITH ORDINALITY AS functions (f, place)
+         WHERE NOT has_function_privilege(f, 'EXECUTE') ORDER BY place LIMIT 1),
        CASE WHEN $2::text IS NOT NULL THEN hashtextextended($2::text, 0) END,
        current_setting('tcp_user_timeout')
 
@@ -88,17 +90,29 @@ SELECT pg_catalog.{unlock}
 
 -- name: check_locks
 -- Does this backend hold every one of these locks in this mode, and is the server still a primary?
-SELECT (SELECT count(*) FROM pg_locks
-          JOIN unnest($2::oid[], $3::oid[], $4::int2[]) AS key (classid, objid, objsubid)
+-- Everything is qualified: what DISCARD ALL takes away besides the lock is our search_path.
+SELECT (SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks
+          JOIN ROWS FROM (pg_catalog.unnest($2::pg_catalog.oid[]), pg_catalog.unnest($3::pg_catalog.oid[]),
+                          pg_catalog.unnest($4::pg_catalog.int2[])) AS key (classid, objid, objsubid)
          USING (classid, objid, objsubid)
-         WHERE locktype = 'advisory' AND database = $1::oid AND pid = pg_backend_pid()
-           AND granted AND mode = $5::text) = cardinality($2::oid[]),
-       NOT pg_is_in_recovery()
+         WHERE locktype OPERATOR(pg_catalog.=) 'advisory' AND database OPERATOR(pg_catalog.=) $1::pg_catalog.oid
+           AND pid OPERATOR(pg_catalog.=) pg_catalog.pg_backend_pid()
+           AND granted AND mode OPERATOR(pg_catalog.=) $5::pg_catalog.text)
+       OPERATOR(pg_catalog.=) pg_catalog.cardinality($2::pg_catalog.oid[]),
+       NOT pg_catalog.pg_is_in_recovery()
+
+-- name: begin_token
+-- In a transaction of its own, so that a warning of the commit is told from any other.
+BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE
 
 -- name: take_token
 -- A number that grows with every acquisition, durable before the command starts: a transaction id,
 -- in a transaction that also writes WAL, so that its commit is flushed (and replicated, if so set).
 SELECT pg_current_xact_id(), pg_logical_emit_message(true, 'batchguard', '')
+
+-- name: commit_token
+-- A commit that did not wait for its synchronous standby, since somebody cancelled the wait, is only a warning.
+COMMIT
 
 -- name: holders
 -- Who holds these locks, oldest first. What a role may not see comes back as NULL.
