@@ -354,6 +354,14 @@ def _session_ended(session: Session) -> NoReturn:
     raise SessionEndedError(session.last_sqlstate)
 
 
+def notifying_backends(session: Session) -> set[int]:
+    """Give the backends whose notifications have come since the last call."""
+    found = set()
+    while (notification := session.pgconn.notifies()) is not None:
+        found.add(notification.be_pid)
+    return found
+
+
 def watch(session: Session) -> Conversation[NoReturn]:
     """Watch an idle session until it ends.
 

@@ -43,13 +43,17 @@ class SettleDecision:
     reason: str = ""
 
 
-def decide_settle(settle: Settle, age: ServerAge, window: float) -> SettleDecision:
+def decide_settle(
+    settle: Settle, age: ServerAge, window: float, abandoned_window: float | None = None
+) -> SettleDecision:
     """Decide how long to wait between taking the lock and starting the command.
 
     Args:
         settle: what the user asked for.
         age: what the server tells of itself.
         window: seconds until the tree of an old run is dead at the latest.
+        abandoned_window: the same for the run that we queued behind, when its lock came free
+            without being given back; None when it was given back.
     """
     if settle == "off":
         return SettleDecision()
@@ -62,6 +66,8 @@ def decide_settle(settle: Settle, age: ServerAge, window: float) -> SettleDecisi
         for ago, what in _reasons(age)
         if ago <= window
     ]
+    if abandoned_window is not None:
+        waits.append(SettleDecision(abandoned_window + MARGIN, "the run before did not give the lock back"))
     return max(waits, key=lambda decision: decision.wait_s, default=SettleDecision())
 
 

@@ -24,6 +24,7 @@ from batchguard.adapters.postgres import (
     execute,
     host_text,
     load_queries,
+    notifying_backends,
     resolve_parameters,
     session_parameters,
 )
@@ -106,6 +107,9 @@ class _Acquisition:
         self.began = now()
         self.seen_window = 0.0
         self.told: set[str] = set()
+        self.ahead: list[Holder] = []
+        self.released: set[int] = set()
+        self.is_listening = False
         self.keys: tuple[Key, ...] = request.keys
         database = self.params.get("dbname") or self.params.get("user") or ""
         self.subject = Subject(request.key_text, _database_text(database, self.params), host_text(self.params))
@@ -155,6 +159,7 @@ class _Acquisition:
         version = self.session.pgconn.server_version
         if version < OLDEST_SERVER:
             raise ConfigError(messages.server_too_old(self.subject.key, host, version))
+        self.is_listening = False
         yield from self.ask(QUERIES["prepare_session"], lock_session.keepalive_settings(self.settings.ttl))
         yield from self.identify()
 
@@ -285,6 +290,7 @@ class _Acquisition:
         try:
             yield from execute(self.session, query, lock.numbers, now() + slice_s + self.patience)
             got = True
+            self.released |= notifying_backends(self.session)
         except StatementError as error:
             if error.sqlstate == "53200":
                 raise UnreachableError(messages.lock_table_full(self.subject)) from None
@@ -332,7 +338,10 @@ class _Acquisition:
 
         True when it is the run that we were started in: to wait for that is to wait for ever.
         """
-        holders = yield from self.holders()
+        if not self.is_listening and self.settings.wait > 0:
+            self.is_listening = True
+            yield from self.ask(QUERIES["listen"])
+        self.ahead = holders = yield from self.holders()
         for holder in holders:
             self.seen_window = max(self.seen_window, holder.window_s or 0.0)
         if holders and self.settings.wait > 0:
@@ -355,12 +364,16 @@ class _Acquisition:
 
     def held(self, locks: tuple[LockKey, ...]) -> Conversation[Held]:
         waited_s = now() - self.began
+        if self.is_listening:
+            self.released |= notifying_backends(self.session)
+            yield from self.ask(QUERIES["unlisten"])
         self.taken_at = wall_time().isoformat(timespec="milliseconds")
         token = yield from self.take_token()
         age = ServerAge()
         if self.settings.settle == "auto":
             age = lock_session.read_server_age((yield from self.ask(QUERIES["server_age"]))[0])
-        settle = decide_settle(self.settings.settle, age, max(self.settings.timing.window, self.seen_window))
+        window = max(self.settings.timing.window, self.seen_window)
+        settle = decide_settle(self.settings.settle, age, window, window if self.is_abandoned() else None)
         slot = _slot(self.keys, locks)
         facts = {**self.about, "since": self.taken_at, "key": self.subject.key, "window_s": self.settings.timing.window}
         check_sql = lock_session.comment(facts) + QUERIES["check_locks"]
@@ -380,6 +393,15 @@ class _Acquisition:
             settle=settle,
             waited_s=waited_s,
         )
+
+    def is_abandoned(self) -> bool:
+        """Tell whether a run that we waited for lost its lock instead of giving it back: its tree may still live.
+
+        Whoever queues has the lock the instant it is free, before any shield can be raised. Of a
+        range, the runs that we waited for may well go on in their own slots.
+        """
+        waited_for_one = not any(isinstance(key, KeyRange) for key in self.keys)
+        return waited_for_one and any(holder.by == "run" and holder.pid not in self.released for holder in self.ahead)
 
     def take_token(self) -> Conversation[str]:
         """Make the fencing token; one that is not surely durable is none."""

@@ -437,6 +437,7 @@ class _Keeper:
     def unlock(self) -> Conversation[bool]:
         """Give every lock back; True when all of them were held."""
         was_held = True
+        yield from execute(self.held.session, QUERIES["announce_release"])
         for lock in reversed(self.held.locks):
             query = lock_session.lock_call(QUERIES["unlock"], lock, self.settings.shared)
             rows = yield from execute(self.held.session, query, lock.numbers)

@@ -46,6 +46,13 @@ def test_a_new_cluster_that_crashed_has() -> None:
     assert decide_settle("auto", age, 55).wait_s == 50 + MARGIN
 
 
+def test_auto_waits_for_a_run_that_lost_its_lock() -> None:
+    """Queued behind a run whose lock came free without being given back: its whole window."""
+    decision = decide_settle("auto", OLD, 55, abandoned_window=70)
+    assert decision.wait_s == 70 + MARGIN
+    assert decide_settle("off", OLD, 55, abandoned_window=70).wait_s == 0
+
+
 def test_a_clock_set_back_counts_as_just_now() -> None:
     """A negative age never waits longer than a whole window."""
     assert decide_settle("auto", ServerAge(started_s=-3600, born_before_start_s=1e6), 55).wait_s == 55 + MARGIN

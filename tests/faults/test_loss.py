@@ -90,6 +90,36 @@ def test_shield_keeps_others_out_while_the_tree_dies(run: StartRun, server: Serv
     assert running.code() == 76
 
 
+def test_who_queued_waits_until_the_lost_run_is_dead(run: StartRun, server: Server) -> None:
+    """A run that queued has the lock the instant it is lost; its command starts only after the lost run's window."""
+    stubborn = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
+    first = run("--key", "100:1", "--kill-after", "1.5", "--ttl", "10", "--", "sh", "-c", stubborn)
+    assert first.popen.stdout is not None
+    first.popen.stdout.readline()
+    tree = first.tree()
+    second = run("-v", "--key", "100:1", "--settle", "auto", "--wait", "60", "--", "echo", "second")
+    until(lambda: [lock for lock in server.locks() if not lock[4]])
+    server.sql("SELECT pg_terminate_backend(%s)", next(lock[5] for lock in server.locks() if lock[4]))
+    assert second.popen.stdout is not None
+    assert second.popen.stdout.readline() == b"second\n"
+    assert alive(tree) == []
+    assert first.code() == 76
+    assert second.code() == 0
+    assert "the run before did not give the lock back" in second.err
+
+
+def test_who_queued_starts_at_once_when_the_lock_is_given_back(run: StartRun, server: Server) -> None:
+    """A lock that is given back is taken over without settling."""
+    first = run("--key", "100:1", "--", "sleep", "600")
+    first.command()
+    second = run("-v", "--key", "100:1", "--settle", "auto", "--wait", "60", "--", "true")
+    until(lambda: [lock for lock in server.locks() if not lock[4]])
+    first.popen.terminate()
+    assert second.code() == 0
+    assert "starting in" not in second.err
+    assert first.code() == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
 def test_server_restarted(run: StartRun, private_server: PrivateServer, mode: str) -> None:
     """A restart, clean or not: everything dead, 76, one line."""

@@ -76,6 +76,22 @@ SELECT classid, objid, objsubid
  WHERE locktype = 'advisory' AND database = $1::oid AND granted AND pid <> pg_backend_pid()
    AND ($5::text = 'ExclusiveLock' OR mode = 'ExclusiveLock')
 
+-- name: listen
+-- Hear of runs that give their lock back, so that a lock which came free otherwise is known for it.
+LISTEN batchguard_released
+
+-- name: unlisten
+-- A run of hours must not collect what others announce.
+UNLISTEN *
+
+-- name: announce_release
+-- Tell whoever may be waiting, before the lock is free, that it is given back by a run that is over.
+-- Without another run in this database there is nobody to tell, and no commit to pay for.
+SELECT pg_notify('batchguard_released', '')
+ WHERE EXISTS (SELECT FROM pg_stat_activity
+                WHERE datname = current_database() AND pid <> pg_backend_pid()
+                  AND application_name LIKE 'batchguard run %')
+
 -- name: limit_waiting
 -- Bound the next wait for a lock; a longer one would keep a snapshot that CREATE INDEX CONCURRENTLY waits for.
 SELECT set_config('lock_timeout', $1::text, false)
