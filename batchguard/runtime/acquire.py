@@ -338,7 +338,7 @@ class _Acquisition:
 
         True when it is the run that we were started in: to wait for that is to wait for ever.
         """
-        if not self.is_listening and self.settings.wait > 0:
+        if not self.is_listening:
             self.is_listening = True
             yield from self.ask(QUERIES["listen"])
         self.ahead = holders = yield from self.holders()
