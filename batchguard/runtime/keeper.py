@@ -215,8 +215,8 @@ class _Keeper:
             return self.not_started(RunOutcome.INTERRUPTED, exit_code_of_signal(interrupted.number), None)
         except _GuardDiedError:
             return self.guard_died_early()
-        self.announce(held)
         try:
+            self.announce(held)
             self.talk: _Talk | None = self.begin("watch", watch(held.session))
             self.woke_at = now()
             while self.keeper.state is not core.State.ENDED:
