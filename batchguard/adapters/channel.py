@@ -63,7 +63,7 @@ class Channel:
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                data, ancillary = b"", []
+                continue  # the peer left with our messages unread; the kernel says so once, before it gives us its own
             if not data:
                 self.is_open = False
                 break

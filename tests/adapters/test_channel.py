@@ -47,6 +47,17 @@ def test_send_never_blocks() -> None:
     one.close()
 
 
+def test_last_words_are_heard() -> None:
+    """What a peer said before it left arrives, also when it left without reading what we said."""
+    one, other = open_pair()
+    one.send("unread")
+    other.send("last words")
+    other.close()
+    assert [message.kind for message in one.receive()] == ["last words"]
+    assert not one.is_open
+    one.close()
+
+
 def test_check_mark_is_shared_with_a_fork() -> None:
     """What one process writes, the other reads, to the nanosecond."""
     mark = CheckMark()
