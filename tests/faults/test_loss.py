@@ -389,8 +389,7 @@ def test_guard_stopped(run: StartRun, server: Server) -> None:
     time.sleep(3.5)  # longer than the longest silence
     assert server.locks()
     os.kill(running.guard, signal.SIGCONT)
-    assert running.code() == 3
-    assert running.err == ""
+    assert (running.code(), running.err) == (3, "")
 
 
 def test_guard_stopped_and_lock_lost(run: StartRun, server: Server) -> None:
