@@ -320,13 +320,20 @@ def test_children_that_were_there_before_us_are_spared(server: Server) -> None:
         os.kill(job, signal.SIGKILL)
 
 
+def kill_both(running: Run) -> None:
+    """Kill keeper and guard as one: stopped first, so that neither sees the other go."""
+    both = (running.keeper, running.guard)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in both:
+            os.kill(pid, number)
+
+
 def test_both_killed(run: StartRun, server: Server) -> None:
     """Beyond the promise: the command dies with its guard, and the lock stays until its last process is gone."""
     running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
     tree = escaped(running)
-    command, guard = tree[0], running.guard
-    for pid in (running.keeper, guard):
-        os.kill(pid, signal.SIGKILL)
+    command = tree[0]
+    kill_both(running)
     until(lambda: not alive([command]))
     survivors = alive(tree)
     assert survivors
@@ -340,8 +347,7 @@ def test_both_killed_without_inherited_lock(run: StartRun, server: Server) -> No
     """--no-inherit-lock gives that up: the lock is free though processes of the batch live."""
     running = run("--key", "100:1", "--no-inherit-lock", "--", "sh", "-c", ESCAPEES)
     tree = escaped(running)
-    for pid in (running.keeper, running.guard):
-        os.kill(pid, signal.SIGKILL)
+    kill_both(running)
     until(lambda: not server.locks())
     for pid in alive(tree):
         process_tree.send(pid, signal.SIGKILL)
