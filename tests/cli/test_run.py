@@ -377,7 +377,9 @@ def test_signal_state_is_the_callers(run: StartRun) -> None:
     """The command blocks and ignores nothing that its caller did not."""
     ran = run("--key", "100:1", "--", "sed", "-n", "s/^Sig\\(Ign\\|Blk\\):\t//p", "/proc/self/status")
     assert ran.code() == 0
-    assert [int(line, 16) for line in ran.out.split()] == [0, 0]
+    # Those that the C library keeps for itself (32 and 33) are nobody's; CPython 3.13 leaves them ignored.
+    usable = sum(1 << number - 1 for number in signal.valid_signals())
+    assert [int(line, 16) & usable for line in ran.out.split()] == [0, 0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
