@@ -39,7 +39,7 @@ def start() -> int:
 
 @app.command()
 def stop() -> int:
-    """Stop the server; its data stays."""
+    """Stop the server; its data stays, and a batch that runs under it is ended."""
     typer.echo("stopped" if _server().stop() else "it was not running")
     return ExitCode.OK
 
@@ -76,7 +76,10 @@ def psql(arguments: Annotated[list[str] | None, typer.Argument(metavar="[PSQL AR
 def destroy(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> int:
-    """Stop the server and remove all that was made for it: its data, for root also its programs and account."""
+    """Stop the server and remove all that was made for it: its data, for root also its programs and account.
+
+    A batch that runs under it is ended.
+    """
     from batchguard.adapters.embedded_server import destroy_own_server
 
     if not yes:

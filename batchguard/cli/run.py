@@ -48,7 +48,7 @@ def run(
         bool, typer.Option("-n", "--nonblock", help="The same as --wait 0; beats the config file.")
     ] = False,
     shared: Annotated[
-        bool | None, typer.Option("--shared/--exclusive", "/-x", help="Share the lock with other --shared runs.")
+        bool | None, typer.Option("--shared/--exclusive", " /-x", help="Share the lock with other --shared runs.")
     ] = None,
     skip_code: Annotated[
         int | None,

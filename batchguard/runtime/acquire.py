@@ -170,10 +170,11 @@ class _Acquisition:
                 return (yield from connect(self.params, self.settings.connect_timeout))
             except ConnectFailedError as error:
                 no_slot = any(attempt.sqlstate == "53300" for attempt in error.attempts)
-                if now() >= max(slots_until if no_slot else -inf, retry_until) or _is_final(error.attempts):
+                until = max(slots_until if no_slot else -inf, retry_until)
+                if now() >= until or _is_final(error.attempts):
                     self.refuse_connection(error.attempts)
                 last = error.attempts[-1]
-                self.tell_once("retry", messages.retrying(last.host, last.why, self.settings.connect_retry))
+                self.tell_once("retry", messages.retrying(last.host, last.why, until - now()))
                 yield from pause(random.uniform(0.1, 0.5))
 
     def tell_once(self, about: str, message: str) -> None:

@@ -222,6 +222,7 @@ def test_shared_runs_go_together_and_exclude_an_exclusive_one(run: StartRun, ser
     first.command(), second.command()
     assert [lock[3] for lock in server.locks()] == ["ShareLock", "ShareLock"]
     assert run("--key", "100:1", "--", "true").code() == 75
+    assert run("--key", "100:1", "--shared", "-x", "--", "true").code() == 75
     for running in (first, second):
         running.popen.terminate()
         running.code()
