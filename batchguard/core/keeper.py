@@ -13,7 +13,7 @@ from enum import Enum, auto
 from math import inf
 
 from batchguard.core.guard import SUSPENDED_AFTER
-from batchguard.core.outcome import LostWhy
+from batchguard.core.outcome import Ending, LostWhy
 from batchguard.core.timing import KILL_TAKES_EFFECT, Timing
 
 GUARD_IS_LATE = 0.5
@@ -411,3 +411,58 @@ TABLE: dict[State, dict[type, Callable[..., Step]]] = {
         DeadlinePassed: IGNORED,
     },
 }
+
+
+# How it ended
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run ended, as reported; `unlock_unanswered` when the server did not confirm that the lock is free."""
+
+    ending: Ending
+    unlock_unanswered: bool = False
+
+
+def judge(
+    keeper: Keeper,
+    ending: Ending | None,
+    now: float,
+    *,
+    held_s: float,
+    processes: int = 0,
+    stopped_s: float = 0.0,
+    guard_ended_session: bool = False,
+) -> Verdict:
+    """Put together what the guard said of the end and what only the keeper saw.
+
+    Args:
+        keeper: the keeper at its end.
+        ending: the guard's report; None when it died without one.
+        now: the moment of the end.
+        held_s: seconds since the lock was taken.
+        processes: how many processes the keeper itself had to kill.
+        stopped_s: for how long the keeper was not running just now; 0 when it was.
+        guard_ended_session: whether the guard freed the lock, since we did not answer.
+    """
+    if keeper.took_over or ending is None:
+        # The command itself was killed by the kernel, with the guard: one more than we saw.
+        ending = replace(
+            ending or Ending(),
+            lost_why=keeper.lost_why or LostWhy.GUARD_DIED,
+            held_s=held_s,
+            processes=processes + 1,
+            stop_took_s=0.0,
+            needed_kill=True,
+        )
+    if ending.lost_why is LostWhy.SILENT and stopped_s:
+        # The guard saw only silence: it was we who were stopped.
+        ending = replace(ending, lost_why=LostWhy.SUSPENDED, suspended_s=stopped_s)
+    if ending.held_s is None:
+        ending = replace(ending, held_s=held_s)
+    if ending.lost_why is not None or ending.child is None or guard_ended_session:
+        return Verdict(ending)
+    if keeper.was_held is False:
+        unsure_s = ending.unsure_s or now - keeper.checked_at
+        ending = replace(ending, lost_after_command=True, unsure_s=unsure_s)
+    return Verdict(ending, unlock_unanswered=keeper.was_held is None)

@@ -4,14 +4,14 @@ Keeper and guard both use this: whoever is left reports.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchguard.adapters import report
 from batchguard.core import messages
 from batchguard.core.guard import exit_code
 from batchguard.core.messages import Holder, Subject
-from batchguard.core.outcome import Ending, LostWhy, RunOutcome, outcome_of
+from batchguard.core.outcome import Ending, RunOutcome, outcome_of
 from batchguard.core.settings import RunSettings, signal_name
 
 
@@ -141,15 +141,3 @@ def holder_json(holder: Holder) -> dict[str, Any]:
         "until": holder.until,
         "window_s": holder.window_s,
     }
-
-
-def guard_died(ending: Ending | None, lost_why: LostWhy | None, held_s: float, processes: int) -> Ending:
-    """Make the ending of a run whose guard is gone, from what the keeper saw of it."""
-    return replace(
-        ending or Ending(),
-        lost_why=lost_why or LostWhy.GUARD_DIED,
-        held_s=held_s,
-        processes=processes + 1,  # the command itself was killed by the kernel, with the guard
-        stop_took_s=0.0,
-        needed_kill=True,
-    )

@@ -40,10 +40,10 @@ from batchguard.core.errors import BatchguardError
 from batchguard.core.exit_codes import ExitCode, exit_code_of_signal
 from batchguard.core.guard import SUSPENDED_AFTER
 from batchguard.core.messages import Subject
-from batchguard.core.outcome import Ending, LostWhy, RunOutcome
+from batchguard.core.outcome import Ending, RunOutcome
 from batchguard.core.settings import RunRequest
 from batchguard.runtime.acquire import QUERIES, Held, Skipped, acquire, check_params, pause
-from batchguard.runtime.ending import RunFacts, guard_died, report_ending, write_files
+from batchguard.runtime.ending import RunFacts, report_ending, write_files
 from batchguard.runtime.guard import KILL_PAUSE, LONGEST_SLEEP, RUN_VARIABLES
 
 T = TypeVar("T")
@@ -481,24 +481,22 @@ class _Keeper:
 
     def finish(self) -> int:
         """Report what happened, now that nothing can be delayed by it."""
-        ending = self.ending
-        if not self.spawned and (self.keeper.took_over or ending is None):
+        if not self.spawned and (self.keeper.took_over or self.ending is None):
             return self.guard_died_early()
-        if self.keeper.took_over or ending is None:
-            held_s = now() - self.locked_at
-            ending = guard_died(ending, self.keeper.lost_why, held_s, self.processes)
+        at = now()
         slept_s, woke_at = self.long_sleep
-        if ending.lost_why is LostWhy.SILENT and slept_s and now() - woke_at < self.settings.timing.window:
-            # The guard saw only silence: it was we who were stopped.
-            ending = replace(ending, lost_why=LostWhy.SUSPENDED, suspended_s=slept_s)
-        if ending.held_s is None:
-            ending = replace(ending, held_s=now() - self.locked_at)
-        over = ending.lost_why is None and ending.child is not None and not self.guard_ended_session
-        if over and self.keeper.was_held is False:
-            unsure_s = ending.unsure_s or now() - self.keeper.checked_at
-            ending = replace(ending, lost_after_command=True, unsure_s=unsure_s)
-        unanswered = over and self.keeper.was_held is None
-        return report_ending(self.facts, ending, self.settings, self.sqlstate, unlock_unanswered=unanswered)
+        verdict = core.judge(
+            self.keeper,
+            self.ending,
+            at,
+            held_s=at - self.locked_at,
+            processes=self.processes,
+            stopped_s=slept_s if at - woke_at < self.settings.timing.window else 0.0,
+            guard_ended_session=self.guard_ended_session,
+        )
+        return report_ending(
+            self.facts, verdict.ending, self.settings, self.sqlstate, unlock_unanswered=verdict.unlock_unanswered
+        )
 
 
 def _ended(error: SessionEndedError) -> Conversation[NoReturn]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from batchguard.core import keeper as k
-from batchguard.core.outcome import LostWhy
+from batchguard.core.outcome import ChildEnd, Ending, LostWhy
 from batchguard.core.timing import Timing
 
 TIMING = Timing(check_interval=2, check_timeout=4, kill_after=3, ttl=100)
@@ -147,3 +147,42 @@ def test_a_standby_and_a_vanished_lock() -> None:
     assert actions == (k.TellLost(LostWhy.NOT_PRIMARY), k.RaiseShield())
     _, actions = k.step(keeper, k.CheckAnswered(held=False, primary=True), 2.1)
     assert actions == (k.TellLost(LostWhy.UNLOCKED), k.LockAgain())
+
+
+DONE = Ending(child=ChildEnd(exit=3))
+
+
+def test_verdict_of_a_run_that_ended_well() -> None:
+    """Unlocked and held until then: as the guard said, with how long the lock was held."""
+    keeper = replace(k.start_keeper(TIMING, 0.0), was_held=True)
+    assert k.judge(keeper, DONE, 9.0, held_s=8.0) == k.Verdict(replace(DONE, held_s=8.0))
+
+
+def test_verdict_of_a_lock_that_was_gone_already() -> None:
+    """Lost before the unlock: unsure since the last good check; not when the guard itself freed it."""
+    keeper = replace(k.start_keeper(TIMING, 2.0), was_held=False)
+    ending = k.judge(keeper, DONE, 9.0, held_s=8.0).ending
+    assert (ending.lost_after_command, ending.unsure_s, ending.lost_why) == (True, 7.0, None)
+    assert not k.judge(keeper, DONE, 9.0, held_s=8.0, guard_ended_session=True).ending.lost_after_command
+
+
+def test_verdict_without_an_answer_to_the_unlock() -> None:
+    """Neither held nor lost: it is said that the server did not answer."""
+    assert k.judge(k.start_keeper(TIMING, 2.0), DONE, 9.0, held_s=8.0).unlock_unanswered
+
+
+def test_verdict_of_a_run_whose_guard_died() -> None:
+    """Without a guard's report the keeper's own knowledge counts; a loss before it is the cause."""
+    keeper = replace(k.start_keeper(TIMING, 0.0), took_over=True, was_held=True)
+    ending = k.judge(keeper, None, 9.0, held_s=8.0, processes=3).ending
+    assert (ending.lost_why, ending.processes) == (LostWhy.GUARD_DIED, 4)
+    lost = replace(keeper, lost_why=LostWhy.SESSION_ENDED)
+    assert k.judge(lost, None, 9.0, held_s=8.0).ending.lost_why is LostWhy.SESSION_ENDED
+
+
+def test_verdict_of_a_keeper_that_was_stopped() -> None:
+    """What the guard took for silence was our own sleep."""
+    silent = Ending(child=ChildEnd(signal=15), lost_why=LostWhy.SILENT, held_s=5.0)
+    ending = k.judge(k.start_keeper(TIMING, 0.0), silent, 99.0, held_s=98.0, stopped_s=90.0).ending
+    assert (ending.lost_why, ending.suspended_s, ending.held_s) == (LostWhy.SUSPENDED, 90.0, 5.0)
+    assert k.judge(k.start_keeper(TIMING, 0.0), silent, 99.0, held_s=98.0).ending == silent
