@@ -9,7 +9,7 @@ import re
 import select
 import socket
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -47,6 +47,21 @@ class Wait:
 
 
 Conversation = Generator[Wait, int, T]
+
+
+def drive(conversation: Conversation[T], sleep: Callable[[Wait], int]) -> T:
+    """Carry a conversation on to its end; `sleep` waits, no longer than it likes, and gives the events that came."""
+    try:
+        wait = next(conversation)
+        while True:
+            ready = sleep(wait)
+            if ready or now() >= wait.until:
+                wait = conversation.send(ready)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
 Row = tuple[str | None, ...]
 
 

@@ -104,15 +104,10 @@ def signal_tree(pid: int, number: int) -> int:
     CONT comes after the signal, so that a stopped process acts on it instead of sleeping on.
     """
     living = living_descendants(pid)
-    signal_each(living, number)
-    signal_each(living, signal.SIGCONT)
+    for wanted in (number, signal.SIGCONT):
+        for process in living:
+            send(process.pid, wanted)
     return len(living)
-
-
-def signal_each(processes: list[Process], number: int) -> None:
-    """Signal several processes."""
-    for process in processes:
-        send(process.pid, number)
 
 
 def kill_tree(pid: int, strangers: frozenset[int] = frozenset()) -> None:

@@ -74,7 +74,6 @@ def _start_local() -> str:
     from batchguard.adapters import report
     from batchguard.adapters.embedded_server import own_server, start_own_server
 
-    server = own_server(os.environ)
-    if not server.is_set_up and report.is_terminal():
+    if report.is_terminal() and not (server := own_server(os.environ)).is_set_up:
         report.say(f"setting up a PostgreSQL of your own in {server.folder} (the first time only, a few seconds)")
     return start_own_server(os.environ).dsn

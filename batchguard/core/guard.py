@@ -288,13 +288,12 @@ def _longest_answer(guard: Guard) -> float:
     return max(guard.plan.timing.check_interval, guard.plan.timing.check_timeout)
 
 
-def _spawn_when_due(guard: Guard, now: float, oldest: float | None = None) -> Step:
-    """Start the command once settled, and only on a check younger than an interval.
+def _spawn_when_due(guard: Guard, now: float, oldest: float) -> Step:
+    """Start the command once settled, and only on a check that is not older than `oldest` seconds.
 
-    `oldest`: the age that is allowed to a check whose answer has just come; over a slow network no
-    answer is younger than an interval.
+    That is an interval, but for a check whose answer has just come: over a slow network no answer
+    is younger than an interval.
     """
-    oldest = guard.plan.timing.check_interval if oldest is None else oldest
     if now < guard.settle_until or now - guard.checked_at > oldest:
         return guard, ()
     return replace(guard, state=State.RUNNING, spawned_at=now), (SpawnChild(),)
@@ -307,7 +306,7 @@ def _check_while_settling(guard: Guard, event: LockChecked, now: float) -> Step:
 def _deadline_while_settling(guard: Guard, event: DeadlinePassed, now: float) -> Step:
     if now >= guard.lock_deadline:
         return _release(_note_loss(guard, _why_silent(event), now, event.slept_s), now)
-    return _spawn_when_due(guard, now)
+    return _spawn_when_due(guard, now, guard.plan.timing.check_interval)
 
 
 def _lost_while_settling(guard: Guard, event: LockLost, now: float) -> Step:

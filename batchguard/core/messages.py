@@ -258,6 +258,11 @@ def login_refused(key: str, host: str, why: str) -> str:
     )
 
 
+def no_such_database(key: str, host: str, why: str) -> str:
+    """Say that the server has no such database, in the server's words."""
+    return f"{why} on {host}: {key} was not run, exit 78. Correct dbname in the dsn."
+
+
 def server_too_old(key: str, host: str, version: int) -> str:
     """Refuse a server older than PostgreSQL 14."""
     return (

@@ -190,9 +190,7 @@ class _Acquisition:
             if attempt.needs_password or (attempt.sqlstate or "").startswith(("28", "42501")):
                 raise RightsError(messages.login_refused(key, attempt.host, attempt.why))
             if attempt.sqlstate == "3D000":
-                raise ConfigError(
-                    f"{attempt.why} on {attempt.host}: {key} was not run, exit 78. Correct dbname in the dsn."
-                )
+                raise ConfigError(messages.no_such_database(key, attempt.host, attempt.why))
         for attempt in attempts:
             if attempt.sqlstate == "53200":
                 raise UnreachableError(messages.lock_table_full(Subject(key, self.subject.database, attempt.host)))

@@ -231,11 +231,11 @@ class _GuardLoop:
 
         CONT follows, as from timeout(1): a stopped batch would sleep on, and the lock with it.
         """
-        for wanted in (number, signal.SIGCONT):
-            if self.guard.plan.linger is core.Linger.ALL:
-                process_tree.signal_each(process_tree.living_descendants(os.getpid()), wanted)
-            elif self.group is not None and (self.child is not None or self.group_lives()):
-                process_tree.send_group(self.group, wanted)
+        if self.guard.plan.linger is core.Linger.ALL:
+            process_tree.signal_tree(os.getpid(), number)
+        elif self.group is not None and (self.child is not None or self.group_lives()):
+            process_tree.send_group(self.group, number)
+            process_tree.send_group(self.group, signal.SIGCONT)
 
     def group_lives(self) -> bool:
         """Tell whether the group is still ours: reaped and empty, its number may be given anew."""

@@ -2,7 +2,6 @@
 
 import select
 from collections.abc import Sequence
-from typing import TypeVar
 
 from batchguard.adapters import lock_session
 from batchguard.adapters.clock import now
@@ -12,7 +11,9 @@ from batchguard.adapters.postgres import (
     SessionEndedError,
     StatementError,
     TimedOutError,
+    Wait,
     connect,
+    drive,
     execute,
     host_text,
     load_queries,
@@ -22,7 +23,6 @@ from batchguard.core.errors import UnreachableError
 from batchguard.core.keys import Key, keys_of
 from batchguard.core.messages import Holder
 
-T = TypeVar("T")
 _PATIENCE = 10.0
 
 
@@ -34,7 +34,7 @@ def current_holders(dsn: str, keys: Sequence[Key]) -> dict[str, Holder]:
     """
     params = {**resolve_parameters(dsn), "application_name": "batchguard keys"}
     try:
-        found = run_conversation(_holders(params, keys))
+        found = drive(_holders(params, keys), _sleep)
     except ConnectFailedError as error:
         why = "; ".join(attempt.why for attempt in error.attempts)
     except SessionEndedError:
@@ -65,17 +65,10 @@ def _holders(params: dict[str, str], keys: Sequence[Key]) -> Conversation[dict[s
     return found
 
 
-def run_conversation(conversation: Conversation[T]) -> T:
-    """Carry a conversation on to its end, with nothing else to watch."""
-    try:
-        wait = next(conversation)
-        while True:
-            poll = select.poll()
-            if wait.fd >= 0:
-                poll.register(wait.fd, wait.events)
-            ready = dict(poll.poll(min(1.0, max(0.0, wait.until - now())) * 1000 + 1))
-            if ready or now() >= wait.until:
-                wait = conversation.send(ready.get(wait.fd, 0))
-    except StopIteration as end:
-        result: T = end.value
-        return result
+def _sleep(wait: Wait) -> int:
+    """Sleep for a conversation, with nothing else to watch."""
+    poll = select.poll()
+    if wait.fd >= 0:
+        poll.register(wait.fd, wait.events)
+    ready = dict(poll.poll(min(1.0, max(0.0, wait.until - now())) * 1000 + 1))
+    return ready.get(wait.fd, 0)

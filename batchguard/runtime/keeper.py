@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from psycopg import OperationalError
 from psycopg.conninfo import make_conninfo
@@ -29,6 +29,7 @@ from batchguard.adapters.postgres import (
     TimedOutError,
     Wait,
     connect,
+    drive,
     execute,
     session_parameters,
     watch,
@@ -45,8 +46,6 @@ from batchguard.core.settings import RunRequest
 from batchguard.runtime.acquire import QUERIES, Held, Skipped, acquire, check_params, pause
 from batchguard.runtime.ending import RunFacts, report_ending, write_files
 from batchguard.runtime.guard import KILL_PAUSE, LONGEST_SLEEP, RUN_VARIABLES
-
-T = TypeVar("T")
 
 
 def run_keeper(request: RunRequest, channel: Channel, mark: CheckMark, caller: CallerSignals, guard_pid: int) -> int:
@@ -107,7 +106,8 @@ class _Keeper:
         told = self.request.verbose or report.is_terminal() or self.settings.warn_held < inf
         want_holder = told or self.settings.log_file is not None or self.settings.status_skips
         try:
-            got = self.drive(acquire(self.request, self.about, want_holder, outer))
+            acquisition = acquire(self.request, self.about, want_holder, outer)
+            got = drive(acquisition, self.sleep_unless_interrupted)
         except _InterruptedError as interrupted:
             return self.not_started(RunOutcome.INTERRUPTED, exit_code_of_signal(interrupted.number), None)
         except _GuardDiedError:
@@ -122,18 +122,11 @@ class _Keeper:
 
     # Before the lock is held
 
-    def drive(self, conversation: Conversation[T]) -> T:
-        """Carry a conversation on to its end; a signal, or the guard's death, ends it at once."""
-        try:
-            wait = next(conversation)
-            while True:
-                ready = self.sleep([wait], now() + LONGEST_SLEEP)[0]
-                self.look_around()
-                if ready or now() >= wait.until:
-                    wait = conversation.send(ready)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+    def sleep_unless_interrupted(self, wait: Wait) -> int:
+        """Sleep for a conversation; a signal, or the guard's death, ends it at once."""
+        ready = self.sleep([wait], now() + LONGEST_SLEEP)[0]
+        self.look_around()
+        return ready
 
     def look_around(self) -> None:
         numbers = self.signals.read()

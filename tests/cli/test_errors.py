@@ -271,7 +271,7 @@ def test_retrying_uses_up_nothing(start: StartRun) -> None:
 def test_server_that_falls_silent_after_the_login(start: StartRun, server: Server, make_proxy: MakeProxy) -> None:
     """A server that accepts and then says nothing more: 69, not a fault of ours."""
     proxy = make_proxy(server.host_and_port)
-    proxy.freeze_at(b"ReadyForQuery")
+    proxy.freeze_after_login()
     ran = start(
         "run",
         "--key",

@@ -13,6 +13,9 @@ from tests.fixtures.guard import COMMAND, SHORT, clean_environment
 from tests.fixtures.server import Server
 from tests.fixtures.waiting import until
 
+# A test process has threads of its runner, of which Python 3.12 warns at a fork; the child executes at once.
+pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
+
 
 class Terminal:
     """A command line that is the foreground job of a terminal of its own."""
@@ -65,7 +68,6 @@ def run_on(terminals: list[Terminal], server: Server, *arguments: str) -> Termin
     return terminals[-1]
 
 
-@pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 def test_command_reads_the_terminal(terminal: list[Terminal], server: Server) -> None:
     """A command in a process group of its own may read from the terminal, and Ctrl-Z does not get it stuck."""
     running = run_on(terminal, server, "--", "sh", "-c", "echo ready; read line; echo got $line")
@@ -76,7 +78,6 @@ def test_command_reads_the_terminal(terminal: list[Terminal], server: Server) ->
     assert running.code() == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 def test_terminal_is_set_as_before_after_a_kill(terminal: list[Terminal], server: Server) -> None:
     """A program that switched the echo off and is killed does not leave the terminal so."""
     running = run_on(terminal, server, "--max-runtime", "0.5", "--", "sh", "-c", "stty -echo; echo ready; sleep 60")
@@ -88,7 +89,6 @@ def test_terminal_is_set_as_before_after_a_kill(terminal: list[Terminal], server
     assert running.code() == 124
 
 
-@pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 def test_interrupted_as_a_shell_expects(terminal: list[Terminal], server: Server) -> None:
     """A command that died of Ctrl-C: so do we, or the shell's loop would go on."""
     running = run_on(terminal, server, "--", "sh", "-c", "echo ready; exec sleep 60")
@@ -97,7 +97,6 @@ def test_interrupted_as_a_shell_expects(terminal: list[Terminal], server: Server
     assert running.code() == -signal.SIGINT
 
 
-@pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 def test_interrupt_key(terminal: list[Terminal], server: Server) -> None:
     """Ctrl-C reaches the command once, and its end is ours."""
     script = "trap 'echo interrupted; exit 3' INT; echo ready; while :; do sleep 0.05; done"
@@ -109,7 +108,6 @@ def test_interrupt_key(terminal: list[Terminal], server: Server) -> None:
     assert running.shown.count("interrupted") == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 def test_skip_is_said_on_a_terminal(terminal: list[Terminal], server: Server) -> None:
     """A person is told of a skip, though cron is not."""
     with server.connect(application_name="DBeaver") as psql:
@@ -119,7 +117,6 @@ def test_skip_is_said_on_a_terminal(terminal: list[Terminal], server: Server) ->
         assert skipped.code() == 75
 
 
-@pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 def test_terminal_that_closes(terminal: list[Terminal], server: Server) -> None:
     """A closed terminal hangs up the command; the lock is given back."""
     running = run_on(terminal, server, "--", "sh", "-c", "echo ready; sleep 600")
