@@ -5,7 +5,7 @@ import os
 import psycopg
 import pytest
 
-pytest_plugins = ["tests.fixtures.server", "tests.fixtures.guard", "tests.fixtures.proxy"]
+pytest_plugins = ["tests.fixtures.server", "tests.fixtures.guard", "tests.fixtures.proxy", "tests.fixtures.measure"]
 
 
 def pytest_report_header() -> str:
