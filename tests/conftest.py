@@ -5,7 +5,15 @@ import os
 import psycopg
 import pytest
 
-pytest_plugins = ["tests.fixtures.server", "tests.fixtures.guard", "tests.fixtures.proxy", "tests.fixtures.measure"]
+pytest_plugins = [
+    "tests.fixtures.server",
+    "tests.fixtures.guard",
+    "tests.fixtures.proxy",
+    "tests.fixtures.measure",
+    "tests.fixtures.hosts",
+    "tests.fixtures.cluster",
+    "tests.fixtures.pooler",
+]
 
 
 def pytest_report_header() -> str:

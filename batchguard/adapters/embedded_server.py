@@ -95,14 +95,23 @@ class EmbeddedServer:
         """
         if self._answers():
             return
-        self._make_folders()
+        self.prepare()
         with _alone_in(self.folder):
-            if not self.is_set_up:
-                self.set_up()
             if not self._answers():
                 self._run(
                     "pg_ctl", "start", "-D", self.data, "-l", self.log, "-w", "-t", "60", "-s", "-o", self._options()
                 )
+
+    def prepare(self) -> None:
+        """Make the folders and the cluster, where they do not exist yet; several callers at once make them once.
+
+        Raises:
+            EmbeddedServerError: initdb failed.
+        """
+        self._make_folders()
+        with _alone_in(self.folder):
+            if not self.is_set_up:
+                self.set_up()
 
     def set_up(self) -> None:
         """Create the cluster.

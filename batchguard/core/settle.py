@@ -74,8 +74,9 @@ def decide_settle(
 def _reasons(age: ServerAge) -> list[tuple[float, str]]:
     """List what freed all locks and when; a negative age, a clock set back, counts as just now."""
     first_start = age.born_before_start_s is not None and 0 <= age.born_before_start_s <= BORN_WITH_START
-    if age.writable_s is not None and not first_start:
-        return [(age.writable_s, "began to take writes")]
+    if age.writable_s is not None:
+        is_first = first_start and age.promoted_s is None and _belongs_to_start(age.writable_s, age.started_s)
+        return [] if is_first else [(age.writable_s, "began to take writes")]
     reasons = []
     if age.started_s is not None and not first_start:
         reasons.append((age.started_s, "was started"))
@@ -86,6 +87,6 @@ def _reasons(age: ServerAge) -> list[tuple[float, str]]:
     return reasons
 
 
-def _belongs_to_start(recovered_s: float, started_s: float | None) -> bool:
-    """Tell the first reset of a new cluster's statistics from one that a crash caused later."""
-    return started_s is not None and recovered_s > started_s - BORN_WITH_START
+def _belongs_to_start(ago_s: float, started_s: float | None) -> bool:
+    """Tell what a new cluster's first start does from what a crash or a promotion causes later."""
+    return started_s is not None and ago_s > started_s - BORN_WITH_START

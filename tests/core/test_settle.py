@@ -46,6 +46,27 @@ def test_a_new_cluster_that_crashed_has() -> None:
     assert decide_settle("auto", age, 55).wait_s == 50 + MARGIN
 
 
+@pytest.mark.parametrize(
+    ("writable_s", "promoted_s", "wait_s"),
+    [
+        (20, 0, 35 + MARGIN),  # promoted 20 s ago, whatever a plain role would have to fear
+        (59, 0, 0),  # promoted longer ago than the window, though in the server's first seconds
+        (20, None, 35 + MARGIN),  # recovered from a crash
+        (59.5, None, 0),  # the first start
+    ],
+)
+def test_the_exact_answer_on_a_new_cluster(writable_s: float, promoted_s: float | None, wait_s: float) -> None:
+    """On a cluster that was born with its start, 60 s ago, the exact answer counts too."""
+    age = ServerAge(started_s=60, born_before_start_s=2, recovered_s=59.9, promoted_s=promoted_s, writable_s=writable_s)
+    assert decide_settle("auto", age, 55).wait_s == wait_s
+
+
+def test_a_standby_of_a_new_cluster_that_was_promoted_at_once() -> None:
+    """Promoted within the first seconds: somebody may have held the lock on the old primary."""
+    age = ServerAge(started_s=6, born_before_start_s=3, recovered_s=5.9, promoted_s=0, writable_s=3)
+    assert decide_settle("auto", age, 55).wait_s == 52 + MARGIN
+
+
 def test_auto_waits_for_a_run_that_lost_its_lock() -> None:
     """Queued behind a run whose lock came free without being given back: its whole window."""
     decision = decide_settle("auto", OLD, 55, abandoned_window=70)

@@ -14,11 +14,10 @@ import pytest
 
 from batchguard.adapters import process_tree
 from tests.fixtures.guard import COMMAND, SHORT, Run, StartRun, clean_environment
-from tests.fixtures.proxy import Proxy
+from tests.fixtures.proxy import MakeProxy
 from tests.fixtures.server import PrivateServer, Server
 from tests.fixtures.waiting import until
 
-MakeProxy = Callable[[tuple[str, int]], Proxy]
 ESCAPEES = "setsid sleep 600 & (setsid sh -c 'sleep 600 & sleep 600' &) ; (sleep 600 &) ; sleep 600"
 """A command whose tree has a session of its own, a double fork in another session, and an orphan in its group."""
 
