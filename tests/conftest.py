@@ -13,6 +13,8 @@ pytest_plugins = [
     "tests.fixtures.hosts",
     "tests.fixtures.cluster",
     "tests.fixtures.pooler",
+    "tests.fixtures.terminal",
+    "tests.fixtures.control_group",
 ]
 
 

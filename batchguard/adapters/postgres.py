@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from math import inf
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -223,7 +224,7 @@ def connect(params: Mapping[str, str], timeout: float) -> Conversation[Session]:
 def _resolve(params: Mapping[str, str], timeout: float) -> Conversation[list[dict[str, str]] | str]:
     """Turn host names into addresses, in a thread: a resolver may take minutes, and signals must not wait."""
     hosts = params.get("host", "").split(",")
-    if params.get("hostaddr") or all(not host or host.startswith(("/", "@")) for host in hosts):
+    if params.get("hostaddr") or not any(_is_name(host) for host in hosts):
         return _look_up(params)
     answer: list[list[dict[str, str]] | str] = []
     done, finished = socket.socketpair()
@@ -233,9 +234,24 @@ def _resolve(params: Mapping[str, str], timeout: float) -> Conversation[list[dic
             answer.append(_look_up(params))
 
     with done:
-        threading.Thread(target=look_up, daemon=True).start()
+        try:
+            threading.Thread(target=look_up, daemon=True).start()
+        except RuntimeError:
+            finished.close()
+            return "the system refused a thread to look its name up; raise ulimit -u, or pids.max of the control group"
         yield Wait(done.fileno(), READ, now() + timeout * len(hosts))
     return answer[0] if answer else "its name could not be looked up in time"
+
+
+def _is_name(host: str) -> bool:
+    """Tell a name that must be looked up from an address, the folder of a socket, and nothing."""
+    if not host or host.startswith(("/", "@")):
+        return False
+    try:
+        ip_address(host)
+    except ValueError:
+        return True
+    return False
 
 
 def _look_up(params: Mapping[str, str]) -> list[dict[str, str]] | str:

@@ -25,6 +25,12 @@ class UnreachableError(BatchguardError):
     exit_code = ExitCode.UNREACHABLE
 
 
+class SystemLimitError(BatchguardError):
+    """The system has no process, descriptor or memory left for us; it may have again in a minute."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+
 class RightsError(BatchguardError):
     """The server refused the login, or the role lacks a right."""
 

@@ -4,6 +4,7 @@ Each says what happened, to what, and what to do. The prefix `batchguard: ` is a
 """
 
 from dataclasses import dataclass
+from errno import EAGAIN, EMFILE, ENFILE, ENOMEM
 from math import inf
 
 from batchguard.core.durations import format_duration
@@ -277,6 +278,17 @@ def no_proc() -> str:
         "cannot guard: /proc does not show the children of a process, so a batch could not be killed as a whole. "
         "Mount /proc (a kernel with CONFIG_PROC_CHILDREN is needed). Not started, exit 78."
     )
+
+
+def system_limit(key: str, number: int | None, why: str | None) -> str:
+    """Say that this host has no process, descriptor or memory left for a run; `number` is an errno."""
+    advice = {
+        EMFILE: "Raise the limit of open files: ulimit -n, or LimitNOFILE= of the unit.",
+        ENFILE: "The whole system is out of open files: see fs.file-max.",
+        EAGAIN: "Raise the limit of processes: ulimit -u, or pids.max of the control group (TasksMax= of the unit).",
+        ENOMEM: "Free memory, or raise the limit of the control group.",
+    }
+    return f"cannot guard {key}: {why}. {advice.get(number or 0, 'Look at this host.')} Not started, exit 69."
 
 
 def token_unconfirmed(subject: Subject, why: str) -> str:

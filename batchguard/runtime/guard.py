@@ -184,6 +184,8 @@ class _GuardLoop:
                 self.processes = process_tree.signal_tree(os.getpid(), number)
             case core.KillTree():
                 self.processes = max(self.processes, len(process_tree.living_descendants(os.getpid())))
+                if self.child is not None and self.group is not None:
+                    process_tree.send_group(self.group, signal.SIGKILL)  # needs no descriptor, as the walk does
                 process_tree.kill_tree(os.getpid())
             case core.ReportUnkillable():
                 self.report_unkillable()

@@ -37,7 +37,7 @@ from batchguard.adapters.postgres import (
 from batchguard.adapters.signals import CallerSignals, SignalPipe
 from batchguard.core import keeper as core
 from batchguard.core import messages
-from batchguard.core.errors import BatchguardError
+from batchguard.core.errors import BatchguardError, SystemLimitError
 from batchguard.core.exit_codes import ExitCode, exit_code_of_signal
 from batchguard.core.guard import SUSPENDED_AFTER
 from batchguard.core.messages import Subject
@@ -49,8 +49,15 @@ from batchguard.runtime.guard import KILL_PAUSE, LONGEST_SLEEP, RUN_VARIABLES
 
 
 def run_keeper(request: RunRequest, channel: Channel, mark: CheckMark, caller: CallerSignals, guard_pid: int) -> int:
-    """Keep the lock of one run until it is over, and give the exit code."""
-    pipe = SignalPipe(caller, (*signals.FORWARDED, signal.SIGCHLD))
+    """Keep the lock of one run until it is over, and give the exit code.
+
+    Raises:
+        BatchguardError: the command was not started, and why.
+    """
+    try:
+        pipe = SignalPipe(caller, (*signals.FORWARDED, signal.SIGCHLD))
+    except OSError as error:
+        raise SystemLimitError(messages.system_limit(request.key_text, error.errno, error.strerror)) from None
     return _Keeper(request, channel, mark, pipe, guard_pid).run()
 
 
@@ -107,7 +114,7 @@ class _Keeper:
         want_holder = told or self.settings.log_file is not None or self.settings.status_skips
         try:
             acquisition = acquire(self.request, self.about, want_holder, outer)
-            got = drive(acquisition, self.sleep_unless_interrupted)
+            got = self.get(acquisition)
         except _InterruptedError as interrupted:
             return self.not_started(RunOutcome.INTERRUPTED, exit_code_of_signal(interrupted.number), None)
         except _GuardDiedError:
@@ -121,6 +128,12 @@ class _Keeper:
         return self.hold(got)
 
     # Before the lock is held
+
+    def get(self, acquisition: Conversation[Held | Skipped]) -> Held | Skipped:
+        try:
+            return drive(acquisition, self.sleep_unless_interrupted)
+        except OSError as error:
+            raise SystemLimitError(messages.system_limit(self.facts.subject.key, error.errno, error.strerror)) from None
 
     def sleep_unless_interrupted(self, wait: Wait) -> int:
         """Sleep for a conversation; a signal, or the guard's death, ends it at once."""

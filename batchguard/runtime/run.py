@@ -11,7 +11,7 @@ from batchguard.adapters import child, process_tree, report, signals
 from batchguard.adapters.channel import Channel, CheckMark, open_pair
 from batchguard.adapters.signals import CallerSignals
 from batchguard.core import messages
-from batchguard.core.errors import ConfigError
+from batchguard.core.errors import ConfigError, SystemLimitError
 from batchguard.core.exit_codes import ExitCode, exit_code_of_signal
 from batchguard.core.settings import RunRequest
 from batchguard.runtime.guard import run_guard
@@ -25,12 +25,15 @@ def run(request: RunRequest) -> int:
     """
     if not process_tree.is_visible():
         raise ConfigError(messages.no_proc())
-    child.reserve_standard_descriptors()
-    caller = signals.take_over()
-    process_tree.become_subreaper()
-    keepers_end, guards_end = open_pair()
-    mark = CheckMark()
-    guard_pid = os.fork()  # before any thread exists, and before psycopg is loaded, which only the keeper needs
+    try:
+        child.reserve_standard_descriptors()
+        caller = signals.take_over()
+        process_tree.become_subreaper()
+        keepers_end, guards_end = open_pair()
+        mark = CheckMark()
+        guard_pid = os.fork()  # before any thread exists, and before psycopg is loaded, which only the keeper needs
+    except OSError as error:
+        raise SystemLimitError(messages.system_limit(request.key_text, error.errno, error.strerror)) from None
     if guard_pid == 0:
         keepers_end.close()
         _be_guard(request, guards_end, mark, caller)

@@ -1,71 +1,17 @@
 """On a terminal: the command has it, and gives it back."""
 
-import contextlib
 import os
 import signal
 import termios
-from collections.abc import Iterator
 
 import pytest
 
-from batchguard.adapters import process_tree
-from tests.fixtures.guard import COMMAND, SHORT, clean_environment
 from tests.fixtures.server import Server
+from tests.fixtures.terminal import Terminal, run_on
 from tests.fixtures.waiting import until
 
 # A test process has threads of its runner, of which Python 3.12 warns at a fork; the child executes at once.
 pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
-
-
-class Terminal:
-    """A command line that is the foreground job of a terminal of its own."""
-
-    def __init__(self, argv: list[str], environment: dict[str, str]) -> None:
-        self.pid, self.fd = os.forkpty()
-        if self.pid == 0:
-            os.execvpe(argv[0], argv, environment)
-        os.set_blocking(self.fd, False)
-        self.shown = ""
-
-    def shows(self, text: str) -> bool:
-        """Tell whether the text has been shown by now."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            self.shown += os.read(self.fd, 65536).decode()
-        return text in self.shown
-
-    def type(self, keys: bytes) -> None:
-        """Type on the keyboard."""
-        os.write(self.fd, keys)
-
-    def code(self) -> int:
-        """Wait for the end; give the exit code."""
-        _, status = until(lambda: (found := os.waitpid(self.pid, os.WNOHANG))[0] and found)  # type: ignore[misc]
-        self.pid = 0
-        return os.waitstatus_to_exitcode(status)
-
-    def end(self) -> None:
-        """End what is left."""
-        if self.pid:
-            for pid in [self.pid, *process_tree.descendants(self.pid)]:
-                process_tree.send(pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        os.close(self.fd)
-
-
-@pytest.fixture
-def terminal(server: Server) -> Iterator[list[Terminal]]:
-    """Collect the terminals of a test, to be ended after it."""
-    made: list[Terminal] = []
-    yield made
-    for one in made:
-        one.end()
-
-
-def run_on(terminals: list[Terminal], server: Server, *arguments: str) -> Terminal:
-    """Start a run as the foreground job of a new terminal."""
-    argv = [*COMMAND, "run", *SHORT, "--key", "100:1", *arguments]
-    terminals.append(Terminal(argv, clean_environment(BATCHGUARD_DSN=server.dsn)))
-    return terminals[-1]
 
 
 def test_command_reads_the_terminal(terminal: list[Terminal], server: Server) -> None:
