@@ -14,6 +14,7 @@ pytest_plugins = [
     "tests.fixtures.cluster",
     "tests.fixtures.pooler",
     "tests.fixtures.terminal",
+    "tests.fixtures.events",
     "tests.fixtures.control_group",
 ]
 

@@ -44,6 +44,7 @@ def refuse(start: StartRun, marker: str) -> Refuse:
     return begin
 
 
+@pytest.mark.event("the run is refused")
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -163,6 +164,7 @@ def test_number_table(refuse: Refuse, tmp_path: Path, table: str, key: str, mess
     assert got == 78
 
 
+@pytest.mark.event("the run is refused")
 def test_unreachable(refuse: Refuse) -> None:
     """Nobody listens: 69, and how to go on."""
     port = free_port()
@@ -208,6 +210,7 @@ def test_connect_retry(start: StartRun, server: Server) -> None:
         proxy.close()
 
 
+@pytest.mark.event("the run is refused")
 def test_wrong_password(refuse: Refuse, private_server: PrivateServer) -> None:
     """A wrong password: 77, and where passwords come from."""
     private_server.sql("CREATE ROLE locked LOGIN PASSWORD 'right'")
@@ -238,6 +241,7 @@ def test_no_such_database(refuse: Refuse, server: Server) -> None:
     assert said.endswith("100:1 was not run, exit 78. Correct dbname in the dsn.")
 
 
+@pytest.mark.event("the run is refused")
 def test_role_without_the_right(refuse: Refuse, server: Server, role: str) -> None:
     """A role that may not call a lock function: 77, with the GRANT that a DBA runs."""
     function = "pg_try_advisory_lock(int, int)"

@@ -31,6 +31,7 @@ def test_command_runs_under_the_lock(run: StartRun, server: Server) -> None:
     assert running.code() == 128 + signal.SIGTERM
 
 
+@pytest.mark.event("the lock is held elsewhere")
 def test_held_elsewhere_is_skipped_in_silence(run: StartRun, server: Server, tmp_path: Path) -> None:
     """Exit 75, nothing on stderr, no start; once psql leaves, the same line runs."""
     marker = tmp_path / "ran"
@@ -53,6 +54,7 @@ def test_skip_code(run: StartRun, server: Server, code: int) -> None:
         assert run("--key", "100:1", "-E", str(code), "--", "true").code() == code
 
 
+@pytest.mark.event("the command ends")
 def test_every_exit_code_comes_through(storm: StartStorm) -> None:
     """A command's own exit codes, 0 to 255, are passed through."""
     runs = [["run", *SHORT, "--key", f"9:{n % 32}", "--wait", "60", "--", "sh", "-c", f"exit {n}"] for n in range(256)]
@@ -60,12 +62,14 @@ def test_every_exit_code_comes_through(storm: StartStorm) -> None:
         assert storm(runs[first : first + 32]).codes() == list(range(first, first + 32))
 
 
+@pytest.mark.event("the command ends")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGALRM])
 def test_death_by_signal(run: StartRun, number: int) -> None:
     """A command that signal n ended gives 128 + n."""
     assert run("--key", "100:1", "--", "sh", "-c", f"kill -{number} $$").code() == 128 + number
 
 
+@pytest.mark.event("the command cannot be executed")
 def test_not_found_and_not_executable(run: StartRun, tmp_path: Path) -> None:
     """127 and 126, as the shell and timeout(1) have them, with a line that names the command."""
     missing = run("--key", "100:1", "--", "no-such-command-here")
@@ -181,6 +185,7 @@ def test_a_person_is_told_what_a_wait_is_for(run: StartRun, server: Server) -> N
     assert waiting.err.count("waiting") == 1
 
 
+@pytest.mark.event("the lock is held elsewhere")
 def test_wait_runs_out(run: StartRun, server: Server) -> None:
     """A wait that ran out is a skip."""
     with server.connect() as psql:
@@ -200,6 +205,7 @@ def test_nonblock_beats_the_config(start: StartRun, server: Server, tmp_path: Pa
         assert start("run", "--config", str(table), "--key", "job", "-n", "--", "true").code() == 75
 
 
+@pytest.mark.event("a signal before the command runs")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_while_waiting(run: StartRun, server: Server, number: int) -> None:
     """A signal while waiting ends the wait at once, without a start."""
@@ -302,6 +308,7 @@ def test_key_from_name(run: StartRun, server: Server) -> None:
     running.code()
 
 
+@pytest.mark.event("a signal while the command runs")
 def test_term_is_forwarded_and_waited_for(run: StartRun, server: Server) -> None:
     """TERM reaches the command, which cleans up and exits 9; the lock is held until then."""
     script = "trap 'sleep 1; exit 9' TERM; echo ready; while :; do sleep 0.05; done"
@@ -333,6 +340,7 @@ def test_term_reaches_a_job_in_a_session_of_its_own(run: StartRun) -> None:
     assert running.out == "term\n"
 
 
+@pytest.mark.event("a signal while the command runs")
 @pytest.mark.parametrize("to", ["keeper", "guard", "group"])
 def test_signal_reaches_the_command_once(run: StartRun, to: str) -> None:
     """USR1 to the outer process, the inner one or all of the group arrives as one USR1."""
@@ -402,6 +410,7 @@ def test_min_hold_holds_after_a_time_limit(run: StartRun, server: Server) -> Non
     assert time.monotonic() - begun >= 2
 
 
+@pytest.mark.event("the time limit is over")
 def test_max_runtime(run: StartRun) -> None:
     """Over the limit: TERM, the message, 124."""
     limited = run("--key", "100:1", "--max-runtime", "0.3", "--", "sleep", "60")
@@ -410,6 +419,7 @@ def test_max_runtime(run: StartRun) -> None:
     assert re.fullmatch(pattern, limited.err)
 
 
+@pytest.mark.event("the time limit is over")
 def test_max_runtime_ends_in_kill(run: StartRun) -> None:
     """A command that ignores TERM is killed after the grace."""
     limited = run(
@@ -438,6 +448,7 @@ def test_min_hold(run: StartRun, server: Server) -> None:
     assert time.monotonic() - begun >= 1.5
 
 
+@pytest.mark.event("a signal while the lock rests")
 def test_signal_during_min_hold(run: StartRun, server: Server) -> None:
     """A signal ends the hold at once; the exit code is the command's."""
     running = run("--key", "100:1", "--min-hold", "60", "--", "sh", "-c", "echo over; exit 4")
@@ -448,6 +459,7 @@ def test_signal_during_min_hold(run: StartRun, server: Server) -> None:
     assert running.code(5) == 4
 
 
+@pytest.mark.event("the command leaves processes behind")
 @pytest.mark.parametrize(("mode", "lingers"), [("group", True), ("all", True), ("none", False)])
 def test_background_job_of_the_group(run: StartRun, mode: str, lingers: bool, tmp_path: Path) -> None:
     """`job &` belongs to the batch, unless --wait-descendants none."""
@@ -459,6 +471,7 @@ def test_background_job_of_the_group(run: StartRun, mode: str, lingers: bool, tm
     assert (job is None or job.is_dead) is lingers
 
 
+@pytest.mark.event("the command leaves processes behind")
 def test_daemon_is_left_alone_by_default(run: StartRun, server: Server) -> None:
     """What left by setsid does not keep the batch, nor the lock, though it inherited the lock's socket."""
     script = "setsid sleep 2 & sleep 0.1"
@@ -468,6 +481,7 @@ def test_daemon_is_left_alone_by_default(run: StartRun, server: Server) -> None:
     until(lambda: not server.sessions(), within=1)
 
 
+@pytest.mark.event("the command leaves processes behind")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -624,6 +638,7 @@ def test_three_hundred_at_once(storm: StartStorm, server: Server) -> None:
     assert sorted(started.codes()) == [75] * 299 + [128 + signal.SIGTERM]
 
 
+@pytest.mark.event("a signal before the command runs")
 @pytest.mark.parametrize("after", [0.0, 0.15, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.8])
 def test_term_at_any_moment(run: StartRun, after: float) -> None:
     """TERM while starting, connecting, locking or spawning: either nothing was started, or it is ended too."""

@@ -91,6 +91,7 @@ def check_next(first: Life, second: Life, asked: float, measure: Measure, what: 
     assert second.began > asked + WINDOW
 
 
+@pytest.mark.event("the primary is demoted")
 @pytest.mark.parametrize("load", ["idle", "busy"])
 @pytest.mark.parametrize("promote", [promote_with_primary_gone, promote_with_primary_demoted], ids=["gone", "demoted"])
 def test_promotion(
@@ -121,6 +122,7 @@ def test_promotion(
     assert "starting in" in following.err
 
 
+@pytest.mark.event("cut off by a failover")
 def test_promotion_with_primary_cut_off(
     user: str, run: StartRun, make_cluster: MakeCluster, make_proxy: MakeProxy, measure: Measure, tmp_path: Path
 ) -> None:
@@ -145,6 +147,7 @@ def test_promotion_with_primary_cut_off(
     proxy.thaw()
 
 
+@pytest.mark.event("the primary is demoted")
 def test_demoted_under_a_living_session(run: StartRun, make_cluster: MakeCluster, tmp_path: Path) -> None:
     """A primary that comes back as a standby ends every session: lost, and the shield waits for nobody."""
     cluster = make_cluster()
@@ -155,6 +158,7 @@ def test_demoted_under_a_living_session(run: StartRun, make_cluster: MakeCluster
     assert cluster.standby.locks() == []
 
 
+@pytest.mark.event("the run is refused")
 def test_never_on_a_standby(run: StartRun, make_cluster: MakeCluster, tmp_path: Path) -> None:
     """A standby alone is refused in one line; with both hosts named, in either order, the primary is found."""
     cluster = make_cluster()

@@ -35,6 +35,7 @@ def start_on(host: Host, run: StartRun, file: Path, *options: str) -> Run:
     return running
 
 
+@pytest.mark.event("the network is silent", "the server gives our session up")
 @pytest.mark.parametrize("cut", CUTS)
 def test_tree_is_dead_before_the_lock_is_free(
     cut: str, run: StartRun, network: Network, measure: Measure, tmp_path: Path

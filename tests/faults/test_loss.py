@@ -64,6 +64,7 @@ def backend(server: Server) -> int:
 LOST = r'batchguard: lost 100:1 in "\w+" on [\w.]+:\d+ after [\w.]+: the server ended our session \(%s\); '
 
 
+@pytest.mark.event("our backend is terminated")
 def test_backend_terminated(run: StartRun, server: Server) -> None:
     """pg_terminate_backend: TERM soon, everything dead, 76, one line."""
     running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
@@ -75,6 +76,7 @@ def test_backend_terminated(run: StartRun, server: Server) -> None:
     assert re.fullmatch(pattern, running.err)
 
 
+@pytest.mark.event("our backend is terminated")
 def test_shield_keeps_others_out_while_the_tree_dies(run: StartRun, server: Server) -> None:
     """After a terminated backend the key is taken again at once and held until the tree is dead."""
     script = "trap 'sleep 0.4; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
@@ -89,6 +91,7 @@ def test_shield_keeps_others_out_while_the_tree_dies(run: StartRun, server: Serv
     assert running.code() == 76
 
 
+@pytest.mark.event("our backend is terminated")
 def test_who_queued_waits_until_the_lost_run_is_dead(run: StartRun, server: Server) -> None:
     """A run that queued has the lock the instant it is lost; its command starts only after the lost run's window."""
     stubborn = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
@@ -119,6 +122,7 @@ def test_who_queued_starts_at_once_when_the_lock_is_given_back(run: StartRun, se
     assert first.code() == 128 + signal.SIGTERM
 
 
+@pytest.mark.event("the server is restarted")
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
 def test_server_restarted(run: StartRun, private_server: PrivateServer, mode: str) -> None:
     """A restart, clean or not: everything dead, 76, one line."""
@@ -131,6 +135,7 @@ def test_server_restarted(run: StartRun, private_server: PrivateServer, mode: st
     assert re.match(LOST % "57P0[12]", running.err)
 
 
+@pytest.mark.event("the server crashes")
 def test_server_crashed(run: StartRun, private_server: PrivateServer) -> None:
     """A crash of the server: everything dead, 76."""
     running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES, dsn=private_server.dsn)
@@ -140,6 +145,7 @@ def test_server_crashed(run: StartRun, private_server: PrivateServer) -> None:
     assert alive(tree) == []
 
 
+@pytest.mark.event("unlocked behind our back")
 def test_unlocked_behind_our_back(run: StartRun, server: Server, make_proxy: MakeProxy) -> None:
     """pg_advisory_unlock_all in our own session, as a careless pooler has it: found by the next check, 76."""
     proxy = make_proxy(server.host_and_port)
@@ -168,6 +174,7 @@ def test_a_cancelled_check_is_asked_again(run: StartRun, server: Server) -> None
     assert running.err == ""
 
 
+@pytest.mark.event("the network is silent")
 def test_frozen_network(run: StartRun, server: Server, make_proxy: MakeProxy) -> None:
     """Silence: the tree is dead within the window, 76, and the line says what to check."""
     proxy = make_proxy(server.host_and_port)
@@ -201,6 +208,7 @@ def test_short_freezes_cost_nothing(run: StartRun, server: Server, make_proxy: M
     assert running.err == ""
 
 
+@pytest.mark.event("the network is silent")
 def test_connection_reset(run: StartRun, server: Server, make_proxy: MakeProxy) -> None:
     """A connection that breaks without a word is a loss too."""
     proxy = make_proxy(server.host_and_port)
@@ -222,6 +230,7 @@ def test_command_that_ignores_term_is_killed(run: StartRun, server: Server) -> N
     assert alive(tree) == []
 
 
+@pytest.mark.event("guard killed")
 def test_guard_killed(run: StartRun, server: Server) -> None:
     """Kill -9 of the guard: the keeper ends the tree, and only then is the lock free."""
     running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
@@ -233,6 +242,7 @@ def test_guard_killed(run: StartRun, server: Server) -> None:
     assert re.fullmatch(pattern, running.err)
 
 
+@pytest.mark.event("keeper killed")
 @pytest.mark.parametrize("inherit", ["--inherit-lock", "--no-inherit-lock"])
 def test_keeper_killed(run: StartRun, server: Server, inherit: str) -> None:
     """Kill -9 of the keeper: the guard ends the tree while its duplicate of the socket holds the lock."""
@@ -265,6 +275,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.event("the run is refused")
 def test_fault_of_our_own_in_the_keeper(server: Server) -> None:
     """Whatever goes wrong in the keeper, it does not end the session while the tree lives."""
     stubborn = "trap '' TERM; echo $$; while :; do sleep 0.1; done"
@@ -292,6 +303,7 @@ def test_fault_of_our_own_in_the_keeper(server: Server) -> None:
         assert b"internal error in the keeper: RuntimeError: a fault of our own" in popen.stderr.read()
 
 
+@pytest.mark.event("guard killed")
 def test_guard_killed_before_the_command(run: StartRun, server: Server) -> None:
     """A guard killed while the lock settles: 76, and the line does not speak of a command that never was."""
     settling = run("-v", "--key", "100:1", "--settle", "30", "--", "echo", "ran")
@@ -327,6 +339,7 @@ def kill_both(running: Run) -> None:
             os.kill(pid, number)
 
 
+@pytest.mark.event("both killed")
 def test_both_killed(run: StartRun, server: Server) -> None:
     """Beyond the promise: the command dies with its guard, and the lock stays until its last process is gone."""
     running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
@@ -342,6 +355,7 @@ def test_both_killed(run: StartRun, server: Server) -> None:
     until(lambda: not server.locks())
 
 
+@pytest.mark.event("both killed")
 def test_both_killed_without_inherited_lock(run: StartRun, server: Server) -> None:
     """--no-inherit-lock gives that up: the lock is free though processes of the batch live."""
     running = run("--key", "100:1", "--no-inherit-lock", "--", "sh", "-c", ESCAPEES)
@@ -352,6 +366,7 @@ def test_both_killed_without_inherited_lock(run: StartRun, server: Server) -> No
         process_tree.send(pid, signal.SIGKILL)
 
 
+@pytest.mark.event("keeper stopped")
 def test_keeper_stopped(run: StartRun, server: Server) -> None:
     """A keeper stopped past the deadline: the tree is dead and the lock free while it is stopped; then it exits 76."""
     running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
@@ -368,6 +383,7 @@ def test_keeper_stopped(run: StartRun, server: Server) -> None:
     assert re.fullmatch(pattern, running.err)
 
 
+@pytest.mark.event("both stopped")
 def test_both_stopped(run: StartRun, server: Server) -> None:
     """A suspended machine: the first act on waking is the kill."""
     running = run("--key", "100:1", "--", "sh", "-c", "trap '' TERM; " + ESCAPEES)
@@ -386,6 +402,7 @@ def test_both_stopped(run: StartRun, server: Server) -> None:
     assert "was stopped for" in running.err
 
 
+@pytest.mark.event("guard stopped")
 def test_guard_stopped(run: StartRun, server: Server) -> None:
     """A guard stopped for long: the lock is checked and held, and the batch goes on afterwards."""
     running = run("--key", "100:1", "--", "sh", "-c", "sleep 5; exit 3")
@@ -397,6 +414,7 @@ def test_guard_stopped(run: StartRun, server: Server) -> None:
     assert (running.code(), running.err) == (3, "")
 
 
+@pytest.mark.event("guard stopped")
 def test_guard_stopped_and_lock_lost(run: StartRun, server: Server) -> None:
     """With the guard stopped, the keeper ends the batch after a loss."""
     running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
@@ -408,6 +426,26 @@ def test_guard_stopped_and_lock_lost(run: StartRun, server: Server) -> None:
     assert re.match(LOST % "57P01", running.err)
 
 
+@pytest.mark.event("the lock turns out lost when it is given back")
+def test_found_lost_when_unlocking(run: StartRun, server: Server, make_proxy: MakeProxy, tmp_path: Path) -> None:
+    """A lock that the unlock finds gone, the command being over: one line, and the command's own exit code."""
+    proxy = make_proxy(server.host_and_port)
+    seldom = ("--check-interval", "30", "--check-timeout", "5", "--ttl", "60")
+    script = f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; exit 3"
+    dsn = f"{server.dsn} host=127.0.0.1 port={proxy.port}"
+    running = run("--key", "100:1", *seldom, "--", "sh", "-c", script, dsn=dsn)
+    running.command()
+    proxy.inject("SELECT pg_advisory_unlock_all()")
+    (tmp_path / "go").touch()
+    assert running.code() == 3
+    pattern = (
+        r'batchguard: 100:1 in "\w+" on 127.0.0.1:\d+ was found lost only after the command had ended \(exit 3\): '
+        r"another run may have overlapped its last [\w.]+.\n"
+    )
+    assert re.fullmatch(pattern, running.err)
+
+
+@pytest.mark.event("a loss while the lock rests")
 def test_found_lost_after_the_command(run: StartRun, server: Server) -> None:
     """A loss that is found only by the unlock is said; the exit code stays the command's."""
     running = run("--key", "100:1", "--min-hold", "30", "--", "sh", "-c", "exit 3")
@@ -423,11 +461,13 @@ def test_found_lost_after_the_command(run: StartRun, server: Server) -> None:
     assert re.fullmatch(pattern, running.err)
 
 
+@pytest.mark.event("the server is restarted")
 def test_settle_waits_after_a_restart(run: StartRun, private_server: PrivateServer) -> None:
     """auto: a command starts more than a window after a restart, since an old tree may still be dying."""
     _settles(run, private_server, lambda: private_server.restart("fast"))
 
 
+@pytest.mark.event("the server crashes")
 def test_settle_waits_after_a_crash(run: StartRun, private_server: PrivateServer) -> None:
     """auto: the same after a crash recovery, which leaves the postmaster's start as it was."""
     _settles(run, private_server, private_server.crash)
@@ -462,6 +502,7 @@ def test_settle_does_not_wait_on_an_old_server_nor_on_a_new_one(run: StartRun, s
     assert "starting in" not in started.err
 
 
+@pytest.mark.event("a signal before the command runs")
 def test_settle_always(run: StartRun, server: Server) -> None:
     """always: every start waits for more than the window; a signal meanwhile ends it without a start."""
     settling = run("-v", "--key", "100:1", "--settle", "always", "--", "echo", "ran")

@@ -21,6 +21,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.event("the run is refused")
 @pytest.mark.parametrize("mode", ["transaction", "statement", "session"])
 def test_a_pooler_is_refused(mode: str, run: StartRun, make_pooler: MakePooler) -> None:
     """Pgbouncer in any mode: the backend is not the one that the login named; never started, 78."""
