@@ -5,6 +5,8 @@ import os
 import psycopg
 import pytest
 
+from tests.fixtures.rung import choose_rung
+
 pytest_plugins = [
     "tests.fixtures.server",
     "tests.fixtures.guard",
@@ -21,9 +23,8 @@ pytest_plugins = [
 
 def pytest_report_header() -> str:
     """Say what the tests run on."""
-    names = ("BATCHGUARD_TEST_DSN", "BATCHGUARD_TEST_SERVER", "BATCHGUARD_TEST_PROGRAMS")
-    rung = next((os.environ[name] for name in names if name in os.environ), "embedded")
-    return f"server: {rung}; psycopg {psycopg.__version__}, libpq {psycopg.pq.version()}"
+    rung, why = choose_rung()
+    return f"server: {rung} ({why}); psycopg {psycopg.__version__}, libpq {psycopg.pq.version()}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
