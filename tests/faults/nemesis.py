@@ -360,8 +360,10 @@ class Nemesis:
         self.outcome.runs_afterwards = read_life(self._file(last)).began < inf
         for agent in self.agents:
             assert agent.stdin is not None
+            assert agent.stdout is not None
             agent.stdin.close()
             agent.wait()
+            agent.stdout.close()
         until(lambda: not self.network.server.locks() and not self.network.server.sessions(), within=20)
 
     def leave(self) -> None:

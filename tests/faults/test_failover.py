@@ -1,6 +1,7 @@
 """A primary and its standby: whoever is promoted, and whatever becomes of the other, no batch runs twice."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from batchguard.adapters.lock_session import read_server_age
+from batchguard.runtime.acquire import QUERIES
 from tests.fixtures.batch import Life, boot_time, command, read_life
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.guard import Run, StartRun
@@ -174,6 +177,19 @@ def test_never_on_a_standby(run: StartRun, make_cluster: MakeCluster, tmp_path: 
         found = run("--key", "100:1", "--", "sh", "-c", "echo $BATCHGUARD_LOCK_DSN", dsn=dsn)
         assert found.code() == 0
         assert f"port={cluster.primary.embedded.port}" in found.out
+
+
+def test_a_promotion_is_never_taken_for_older_than_it_is(make_cluster: MakeCluster) -> None:
+    """The server dates its checkpoints in whole seconds: just before the next one, nearly a second must not be lost."""
+    cluster = make_cluster()
+    promote_with_primary_gone(cluster)
+    until(lambda: time.time() % 1 > 0.8, every=0.001)
+    begun = boot_time()
+    cluster.primary.sql("CHECKPOINT")
+    [row] = cluster.primary.sql(QUERIES["server_age"])
+    age = read_server_age(tuple(None if value is None else str(value) for value in row))
+    assert age.promoted_s is not None
+    assert age.promoted_s <= boot_time() - begun
 
 
 def test_settling_ends(user: str, run: StartRun, make_cluster: MakeCluster, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from batchguard.core.timing import Timing
 from tests.faults.model import KILL_TAKES, Bounds, Found, Search
 
+pytestmark = pytest.mark.slow
 SAFE = Timing(check_interval=1, check_timeout=1, kill_after=1, ttl=9)
 WINDOW = int(SAFE.window)
 Measure = Callable[..., None]

@@ -44,13 +44,13 @@ SELECT pg_backend_pid(),
 -- name: server_age
 -- What happened that freed all locks, and how many seconds ago by the server's clock. The walwriter
 -- is started when a server begins to take writes, but only pg_monitor sees when. A cluster on
--- timeline 1 was never promoted.
+-- timeline 1 was never promoted. A checkpoint is dated in whole seconds, rounded down.
 SELECT extract(epoch FROM clock_timestamp() - pg_postmaster_start_time()),
        extract(epoch FROM pg_postmaster_start_time()) - (system_identifier >> 32),
        (SELECT extract(epoch FROM clock_timestamp() - stats_reset) FROM pg_stat_bgwriter),
        CASE WHEN pg_last_wal_replay_lsn() IS NULL OR wal_timeline = 1 THEN NULL
             WHEN wal_timeline <> timeline_id OR redo_lsn < pg_last_wal_replay_lsn() THEN 0
-            ELSE extract(epoch FROM clock_timestamp() - checkpoint_time) END,
+            ELSE extract(epoch FROM clock_timestamp() - checkpoint_time) - 1 END,
        (SELECT extract(epoch FROM clock_timestamp() - max(backend_start))
           FROM pg_stat_activity WHERE backend_type = 'walwriter')
   FROM pg_control_system(),
