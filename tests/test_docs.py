@@ -24,7 +24,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
 def test_links_lead_somewhere() -> None:
     """Every relative link in a document leads to a file."""
     for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document}: {target}"
 
 

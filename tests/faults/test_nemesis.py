@@ -16,7 +16,7 @@ from tests.fixtures.server import Workshop
 def test_storm(settle: str, seed: int, workshop: Workshop, measure: Measure) -> None:
     """always: no overlap; auto: only what a lock freed without a trace explains; off: none longer than the window."""
     require_namespaces()
-    nemesis = Nemesis(workshop, settle, seed, starts=100)
+    nemesis = Nemesis(workshop, settle, seed, starts=150)
     outcome = nemesis.run()
     nemesis.leave()
     measure(
