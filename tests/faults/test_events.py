@@ -55,6 +55,9 @@ MEASURED: dict[str, tuple[Cause, int | None]] = {
 FREED_AT_ONCE = ("our backend is terminated", "unlocked behind our back", "connection reset")
 
 
+@pytest.mark.event(
+    "our backend is terminated", "unlocked behind our back", "guard killed", "keeper killed", "keeper stopped"
+)
 @pytest.mark.parametrize("event", MEASURED)
 def test_times(
     event: str,

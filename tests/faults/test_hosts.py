@@ -52,6 +52,7 @@ def test_tree_is_dead_before_the_lock_is_free(
     assert running.code() == 76
 
 
+@pytest.mark.event("the network is silent")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("who", ["keeper", "guard"])
 def test_a_cut_and_a_process_fault(
@@ -80,6 +81,7 @@ def test_a_cut_and_a_process_fault(
 _WORDS = {signal.SIGKILL: "killed", signal.SIGSTOP: "stopped"}
 
 
+@pytest.mark.event("our backend is terminated")
 def test_one_sided_reset(run: StartRun, network: Network, measure: Measure, tmp_path: Path) -> None:
     """The server alone is reset: the lock is free at once, while the host sees silence; --settle always outwaits it."""
     host, other = network.hosts

@@ -17,6 +17,7 @@ from tests.fixtures.guard import COMMAND, SHORT, Run, StartRun, clean_environmen
 from tests.fixtures.proxy import MakeProxy
 from tests.fixtures.server import PrivateServer, Server
 from tests.fixtures.waiting import until
+from tests.fixtures.watch import alive
 
 ESCAPEES = "setsid sleep 600 & (setsid sh -c 'sleep 600 & sleep 600' &) ; (sleep 600 &) ; sleep 600"
 """A command whose tree has a session of its own, a double fork in another session, and an orphan in its group."""
@@ -33,11 +34,6 @@ def _is_sleep(pid: int) -> bool:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
     except OSError:
         return False
-
-
-def alive(pids: list[int]) -> list[int]:
-    """Give those that still live."""
-    return [pid for pid in pids if (process := process_tree.inspect(pid)) and not process.is_dead]
 
 
 def watch_until_free(server: Server, pids: list[int]) -> list[int]:

@@ -232,6 +232,7 @@ def test_orphans_in_a_container_do_not_pile_up(server: Server, tmp_path: Path) -
 
 
 @pytest.mark.root
+@pytest.mark.event("guard killed")
 def test_guard_killed_in_a_container(server: Server, tmp_path: Path) -> None:
     """Kill -9 of the guard under a keeper that is PID 1: dead, then unlocked, 76."""
     argv = in_container("--", *command(tmp_path / "life", 600, "--stubborn", "--child"))
@@ -262,6 +263,7 @@ def test_command_that_stops_itself_when_term_arrives(run: StartRun, server: Serv
     assert alive(tree) == []
 
 
+@pytest.mark.event("our backend is terminated")
 @pytest.mark.parametrize("program", [FORK_STORM, HOPPER], ids=["storm", "hopper"])
 def test_what_keeps_forking_while_it_is_killed(program: str, run: StartRun, server: Server) -> None:
     """A storm of short-lived sessions, or one process that hops from fork to fork: caught, and nothing is left."""
