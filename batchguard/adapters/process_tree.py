@@ -129,6 +129,20 @@ def has_children() -> bool:
     return True
 
 
+def has_only(strangers: frozenset[int]) -> bool:
+    """Tell whether nothing but `strangers` is directly below this process; False when that cannot be read.
+
+    One answer proves nothing: while we read, a process that hops from fork to fork may be between
+    two places. Below a subreaper it can be so once or twice, but not every time.
+    """
+    own = os.getpid()
+    try:
+        found = Path(f"/proc/{own}/task/{own}/children").read_bytes().split()
+    except OSError:
+        return False
+    return {int(pid) for pid in found} <= strangers
+
+
 def count_group(group: int, living: list[Process]) -> int:
     """Count the living members of a process group, some of which `living` may have missed.
 

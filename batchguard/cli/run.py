@@ -7,7 +7,7 @@ import typer
 
 from batchguard.cli.options import Config, Dsn, Local, Verbose, choose_dsn, load_config
 from batchguard.core.errors import UsageError
-from batchguard.core.settings import SETTING_NAMES, RunRequest, build_settings, option_of, read_setting
+from batchguard.core.settings import SETTING_NAMES, RunRequest, build_settings, option_of, read_setting, timing_of_table
 
 EPILOG = """Examples:
 
@@ -170,7 +170,7 @@ def _run(
     table = load_config(config)
     searched = [str(path) for path in candidate_files(config, os.environ)]
     chosen = choose_keys(table, keys, searched)
-    settings = build_settings(given, chosen.settings)
+    settings = build_settings(given, chosen.settings, is_listed=chosen.name is not None)
     verify_timing(settings.timing)
     if verbose:
         report.say(f"config file: {table.file or 'none (looked for ' + ', '.join(searched) + ')'}", settings.log_format)
@@ -183,6 +183,7 @@ def _run(
             key_from_name=key_from_name,
             key_text=text,
             name=chosen.name or key_from_name,
+            others=timing_of_table(chosen.settings) if chosen.name is not None else None,
             dsn=choose_dsn(dsn, local, table),
             verbose=verbose,
         )

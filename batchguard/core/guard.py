@@ -273,6 +273,11 @@ def _deadline(guard: Guard, now: float) -> float:
 # What may happen before the command starts
 
 
+def _lost_before_held(guard: Guard, event: LockLost, now: float) -> Step:
+    """The news of a loss are always heard before those of the lock, when a stopped guard wakes to both."""
+    return replace(guard, ending=replace(guard.ending, lost_why=event.why, held_s=0.0)), ()
+
+
 def _acquire(guard: Guard, event: LockAcquired, now: float) -> Step:
     held = replace(
         guard,
@@ -281,6 +286,8 @@ def _acquire(guard: Guard, event: LockAcquired, now: float) -> Step:
         locked_at=now,
         settle_until=now + event.settle_s,
     )
+    if held.ending.lost_why is not None:
+        return _release(held, now)
     return _spawn_when_due(held, now, _longest_answer(guard))
 
 
@@ -531,7 +538,7 @@ TABLE: dict[State, dict[type, Callable[..., Step]]] = {
     State.WAITING: {
         LockAcquired: _acquire,
         LockChecked: IGNORED,
-        LockLost: IGNORED,
+        LockLost: _lost_before_held,
         KeeperLost: _leave,
         SpawnFailed: IGNORED,
         ChildExited: IGNORED,

@@ -170,25 +170,35 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def build_settings(given: Mapping[str, Any], table: Mapping[str, Any]) -> RunSettings:
+def timing_of_table(table: Mapping[str, Any]) -> Timing:
+    """Give the timing that a listed key has on every host, by its table or by default."""
+    return Timing(**{setting.name: table[setting.name] for setting in fields(Timing) if setting.name in table})
+
+
+def build_settings(given: Mapping[str, Any], table: Mapping[str, Any], *, is_listed: bool = False) -> RunSettings:
     """Merge what the command line gave over what the number table says, and check it.
 
     Args:
         given: values of options that were on the command line, read already.
         table: values of the key's own table over `[defaults]`, read already.
+        is_listed: whether the key is in the number table, so that where the table is silent about
+            timing, other hosts reckon with the defaults.
 
     Raises:
         ConfigError: the command line would loosen a timing that the table sets for all hosts.
     """
+    others = timing_of_table(table)
     for name in (*_ONLY_SHORTER, "ttl"):
-        if name not in given or name not in table:
+        if name not in given or not (name in table or (is_listed and name in _ONLY_SHORTER)):
             continue
-        loosens = given[name] < table[name] if name == "ttl" else given[name] > table[name]
+        theirs = getattr(others, name)
+        loosens = given[name] < theirs if name == "ttl" else given[name] > theirs
         if loosens:
             may = "only lengthen" if name == "ttl" else "only shorten"
+            where = "in the number table" if name in table else "by default"
             raise ConfigError(
-                f"{option_of(name)} {given[name]:g} against {table[name]:g} in the number table: a command line may "
-                f"{may} it, because other hosts reckon with the table's. Change the table. Not started, exit 78."
+                f"{option_of(name)} {given[name]:g} against {theirs:g} {where}: a command line may {may} it for a key "
+                "of the number table, because other hosts reckon with that. Change the table. Not started, exit 78."
             )
     known = {setting.name for setting in fields(RunSettings)}
     return RunSettings(**{name: value for name, value in {**table, **given}.items() if name in known})
@@ -204,5 +214,7 @@ class RunRequest:
     key_from_name: str | None = None
     key_text: str = ""
     name: str | None = None
+    others: Timing | None = None
+    """The timing that other hosts may have for these keys; None when it can only be ours."""
     dsn: str = ""
     verbose: bool = False

@@ -105,9 +105,10 @@ class _Acquisition:
             resolve_parameters(request.dsn), f"batchguard run {request.key_text}@{about['host']}", self.settings.ttl
         )
         self.began = now()
-        self.seen_window = 0.0
+        self.others_window = request.others.window if request.others is not None else 0.0
         self.told: set[str] = set()
-        self.ahead: list[Holder] = []
+        self.ahead: set[int] = set()
+        self.queueing: set[int] = set()
         self.released: set[int] = set()
         self.is_listening = False
         self.keys: tuple[Key, ...] = request.keys
@@ -340,12 +341,26 @@ class _Acquisition:
         if not self.is_listening:
             self.is_listening = True
             yield from self.ask(QUERIES["listen"])
-        self.ahead = holders = yield from self.holders()
+        yield from self.note_rivals()
+        holders = yield from self.holders()
         for holder in holders:
-            self.seen_window = max(self.seen_window, holder.window_s or 0.0)
+            self.others_window = max(self.others_window, holder.window_s or 0.0)
         if holders and self.settings.wait > 0:
             self.tell_once("wait", messages.waiting(self.subject, holders[0], self.settings.wait))
         return self.is_inside(holders)
+
+    def note_rivals(self) -> Conversation[None]:
+        """Remember which runs may have the lock before us: those that hold it, and those that queue too.
+
+        Of a range, a run that we waited for may well go on in its own slot.
+        """
+        self.released = notifying_backends(self.session)
+        columns = lock_session.key_columns(
+            [lock for key in self.keys if not isinstance(key, KeyRange) for lock in keys_of(key)]
+        )
+        rows = yield from self.ask(QUERIES["rivals"], [self.identity.database_oid, *columns])
+        self.ahead = {int(pid or 0) for pid, granted in rows if granted == "t"}
+        self.queueing = {int(pid or 0) for pid, _ in rows} - self.ahead
 
     def is_inside(self, holders: Sequence[Holder]) -> bool:
         """Tell whether one of these is the run that this one was started in."""
@@ -355,6 +370,8 @@ class _Acquisition:
 
     def skipped(self) -> Conversation[Skipped]:
         holders = []
+        if self.is_listening:
+            yield from self.ask(QUERIES["announce_release"])  # others must not take us for one that was lost
         if self.want_holder or self.outer:
             holders = yield from self.holders()
         self.session.close()
@@ -363,16 +380,16 @@ class _Acquisition:
 
     def held(self, locks: tuple[LockKey, ...]) -> Conversation[Held]:
         waited_s = now() - self.began
+        abandoned = yield from self.is_abandoned()
         if self.is_listening:
-            self.released |= notifying_backends(self.session)
             yield from self.ask(QUERIES["unlisten"])
         self.taken_at = wall_time().isoformat(timespec="milliseconds")
         token = yield from self.take_token()
         age = ServerAge()
         if self.settings.settle == "auto":
             age = lock_session.read_server_age((yield from self.ask(QUERIES["server_age"]))[0])
-        window = max(self.settings.timing.window, self.seen_window)
-        settle = decide_settle(self.settings.settle, age, window, window if self.is_abandoned() else None)
+        window = max(self.settings.timing.window, self.others_window)
+        settle = decide_settle(self.settings.settle, age, window, window if abandoned else None)
         slot = _slot(self.keys, locks)
         facts = {**self.about, "since": self.taken_at, "key": self.subject.key, "window_s": self.settings.timing.window}
         check_sql = lock_session.comment(facts) + QUERIES["check_locks"]
@@ -393,14 +410,19 @@ class _Acquisition:
             waited_s=waited_s,
         )
 
-    def is_abandoned(self) -> bool:
-        """Tell whether a run that we waited for lost its lock instead of giving it back: its tree may still live.
+    def is_abandoned(self) -> Conversation[bool]:
+        """Tell whether a run that had the lock before us lost it instead of giving it back: its tree may still live.
 
-        Whoever queues has the lock the instant it is free, before any shield can be raised. Of a
-        range, the runs that we waited for may well go on in their own slots.
+        Whoever queues has the lock the instant it is free, before any shield can be raised. A run
+        that queued beside us may have had it in between; if it is neither there any more nor has
+        said goodbye, it counts as lost.
         """
-        waited_for_one = not any(isinstance(key, KeyRange) for key in self.keys)
-        return waited_for_one and any(holder.by == "run" and holder.pid not in self.released for holder in self.ahead)
+        if not self.ahead and not self.queueing:
+            return False
+        rows = yield from self.ask(QUERIES["present"], [sorted(self.queueing)])
+        gone = self.queueing - {int(row[0] or 0) for row in rows}
+        self.released |= notifying_backends(self.session)
+        return bool((self.ahead | gone) - self.released)
 
     def take_token(self) -> Conversation[str]:
         """Make the fencing token; one that is not surely durable is none."""

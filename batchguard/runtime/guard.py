@@ -112,7 +112,7 @@ class _GuardLoop:
         """Give what has happened since the last call.
 
         Ends come before signals: one sent after the command's end must not be forwarded to nobody.
-        Signals come before the lock: the command then never starts.
+        Signals, a loss and the keeper's end come before the lock: the command then never starts.
         """
         yield from self.ended()
         numbers = self.signals.read()
@@ -121,10 +121,15 @@ class _GuardLoop:
                 yield core.SignalReceived(number)
         if signal.SIGCHLD in numbers:
             yield from self.ended()  # it may have come after the first look, and will not come again
-        for message in sorted(self.channel.receive(), key=lambda message: message.kind == "held"):
-            yield from self.heard(message)
+        news = self.channel.receive()
+        for message in news:
+            if message.kind != "held":
+                yield from self.heard(message)
         if not self.channel.is_open and self.guard.keeper_lives:
             yield core.KeeperLost()
+        for message in news:
+            if message.kind == "held" and self.guard.state is not core.State.ENDED:
+                yield from self.heard(message)
         if (checked_at := self.mark.read()) > self.seen_mark:
             self.seen_mark = checked_at
             yield core.LockChecked(checked_at)

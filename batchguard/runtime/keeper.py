@@ -19,6 +19,7 @@ from psycopg.conninfo import make_conninfo
 from batchguard.adapters import lock_session, process_tree, report, signals
 from batchguard.adapters.channel import Channel, CheckMark, duplicate, shut_down
 from batchguard.adapters.clock import now
+from batchguard.adapters.lock_session import keepalive_settings
 from batchguard.adapters.postgres import (
     ConnectFailedError,
     Conversation,
@@ -46,6 +47,11 @@ from batchguard.core.settings import RunRequest
 from batchguard.runtime.acquire import QUERIES, Held, Skipped, acquire, check_params, pause
 from batchguard.runtime.ending import RunFacts, report_ending, write_files
 from batchguard.runtime.guard import KILL_PAUSE, LONGEST_SLEEP, RUN_VARIABLES
+
+SHIELD_PAUSE = 0.05
+"""Seconds between two tries to take a lost key again."""
+LOOKS = 25
+"""Beside children that are not ours to kill, the tree counts as gone when it was not there so many times in a row."""
 
 
 def run_keeper(request: RunRequest, channel: Channel, mark: CheckMark, caller: CallerSignals, guard_pid: int) -> int:
@@ -93,6 +99,7 @@ class _Keeper:
         self.signals = pipe
         self.guard_pid = guard_pid
         self.strangers = frozenset(process_tree.children(os.getpid())) - {guard_pid}
+        self.seen_nobody = 0
         self.spawned = False
         self.woke_at = now()
         self.long_sleep = (0.0, 0.0)  # how long, and when it ended
@@ -149,7 +156,7 @@ class _Keeper:
         for message in self.channel.receive():
             if message.kind == "release":
                 raise _InterruptedError(message.values["ending"]["interrupted_by"])
-        if self.guard_pid in process_tree.reap():
+        if self.guard_pid in self.reap():
             raise _GuardDiedError
 
     def not_started(self, outcome: RunOutcome, code: int, message: str | None) -> int:
@@ -297,13 +304,20 @@ class _Keeper:
     def kill_tree(self) -> None:
         """Kill what is below us, but not what our caller had started before it became us (`job & exec …`)."""
         process_tree.kill_tree(os.getpid(), self.strangers)
-        process_tree.reap()
-        if self.strangers:
-            gone = not process_tree.living_descendants(os.getpid(), self.strangers)
-        else:
+        self.reap()
+        if not self.strangers:
             gone = not process_tree.has_children()
+        else:
+            self.seen_nobody = self.seen_nobody + 1 if process_tree.has_only(self.strangers) else 0
+            gone = self.seen_nobody >= LOOKS
         if gone:
             self.feed(core.TreeGone())
+
+    def reap(self) -> set[int]:
+        """Collect who has ended; the number of a stranger that ended may be given to one of the batch."""
+        ended = set(process_tree.reap())
+        self.strangers -= ended
+        return ended
 
     def note_sleep(self) -> float:
         """Give the seconds since we were last awake: far more than a second means that we were stopped."""
@@ -344,7 +358,7 @@ class _Keeper:
                 self.spawned = True
             elif message.kind == "ended_session":
                 self.guard_ended_session = True
-        if self.guard_pid in process_tree.reap():
+        if self.guard_pid in self.reap():
             yield core.GuardGone()
 
     def feed(self, event: core.Event) -> None:
@@ -363,7 +377,7 @@ class _Keeper:
             case core.RaiseShield():
                 self.shield = self.shield or self.begin("shield", self.hold_shield())
             case core.LockAgain():
-                self.talk = self.begin("lock_again", self.lock_all(self.held.session))
+                self.talk = self.begin("lock_again", self.lock_again(self.held.session))
             case core.KillGuard():
                 process_tree.kill_tree(os.getpid(), self.strangers)  # the guard is the first of them
             case core.KillTree():
@@ -450,11 +464,16 @@ class _Keeper:
             was_held = was_held and rows[0][0] == "t"
         return was_held
 
-    def lock_all(self, session: Session) -> Conversation[None]:
+    def lock_again(self, session: Session) -> Conversation[None]:
+        """Take every lock as soon as it is free: the server may still be about to release ours."""
         for lock in self.held.locks:
             query = lock_session.lock_call(QUERIES["try_lock"], lock, self.settings.shared, first_parameter=5)
             params = [self.held.identity.database_oid, *lock.in_pg_locks, *lock.numbers]
-            yield from execute(session, query, params)
+            while True:
+                mine, _, got = (yield from execute(session, query, params))[0]
+                if "t" in (mine, got):
+                    break
+                yield from pause(SHIELD_PAUSE)
 
     def hold_shield(self) -> Conversation[NoReturn]:
         """Take the key again on a new session, and hold it until we are closed.
@@ -462,16 +481,19 @@ class _Keeper:
         The address is the one we had, so that no name has to be looked up now; the server may be
         restarting, so it is tried until it answers.
         """
-        params = session_parameters(
-            self.held.session.params, f"batchguard shield {self.request.key_text}", self.settings.ttl
-        )
+        ttl = self.settings.ttl
+        params = session_parameters(self.held.session.params, f"batchguard shield {self.request.key_text}", ttl)
         while True:
             try:
                 self.shield_session = yield from connect(params, self.settings.check_timeout)
-                yield from self.lock_all(self.shield_session)
+                yield from execute(self.shield_session, QUERIES["prepare_session"], keepalive_settings(ttl))
+                yield from self.lock_again(self.shield_session)
                 yield from watch(self.shield_session)
             except (ConnectFailedError, SessionEndedError, StatementError, TimedOutError, OSError, OperationalError):
-                yield from pause(0.05)
+                if self.shield_session is not None:
+                    self.shield_session.close()
+                    self.shield_session = None
+                yield from pause(SHIELD_PAUSE)
 
     def close(self) -> None:
         """End the session and the shield; what was sent before still arrives."""

@@ -146,4 +146,17 @@ SELECT pid,
                FROM pg_stat_activity) AS activity USING (pid)
  WHERE locktype = 'advisory' AND database = $1::oid AND granted AND pid <> pg_backend_pid()
  ORDER BY since, pid
- LIMIT 10
+
+-- name: rivals
+-- Which runs hold these locks, or queue for them.
+SELECT pid, granted
+  FROM pg_locks
+  JOIN unnest($2::oid[], $3::oid[], $4::int2[]) AS key (classid, objid, objsubid)
+ USING (classid, objid, objsubid)
+  JOIN pg_stat_activity USING (pid)
+ WHERE locktype = 'advisory' AND database = $1::oid AND pid <> pg_backend_pid()
+   AND application_name LIKE 'batchguard run %'
+
+-- name: present
+-- Which of these sessions are still there.
+SELECT pid FROM pg_stat_activity WHERE pid = ANY ($1::int[])
