@@ -242,6 +242,15 @@ def test_a_slow_network_does_not_keep_the_command_from_starting() -> None:
     assert actions == (g.SpawnChild(),)
 
 
+def test_a_loss_that_is_heard_of_before_the_lock() -> None:
+    """A guard that was stopped may hear of both at once: nothing starts, and it counts as lost."""
+    guard, actions = g.step(g.Guard(plan=g.Plan(timing=TIMING)), g.LockLost(LostWhy.SESSION_ENDED), 1.0)
+    assert actions == ()
+    guard, actions = g.step(guard, g.LockAcquired(0.9), 1.0)
+    assert actions == (g.AskRelease(),)
+    assert g.exit_code(guard.ending) == ExitCode.LOST
+
+
 def test_min_hold_outlives_the_keeper() -> None:
     """With the keeper gone while the lock rests, the duplicate holds it for the rest of --min-hold."""
     guard, _ = g.step(running(linger=g.Linger.NONE, min_hold=120.0), g.ChildExited(ChildEnd(exit=0)), 1.0)

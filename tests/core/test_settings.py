@@ -8,7 +8,15 @@ import pytest
 
 from batchguard.core.errors import ConfigError, UsageError
 from batchguard.core.guard import Linger
-from batchguard.core.settings import SETTING_NAMES, RunSettings, build_settings, parse_signal, read_setting
+from batchguard.core.settings import (
+    SETTING_NAMES,
+    RunSettings,
+    build_settings,
+    parse_signal,
+    read_setting,
+    timing_of_table,
+)
+from batchguard.core.timing import Timing
 
 
 @pytest.mark.parametrize(
@@ -79,6 +87,19 @@ def test_table_timing_may_only_be_tightened(name: str, looser: float, tighter: f
     with pytest.raises(ConfigError, match="number table"):
         build_settings({name: looser}, table)
     assert getattr(build_settings({name: looser}, {}), name) == looser
+
+
+def test_a_command_line_may_not_loosen_the_defaults_of_a_listed_key() -> None:
+    """Where the table is silent, other hosts reckon with the defaults; a key that is not listed is free."""
+    with pytest.raises(ConfigError, match="--kill-after 300 against 10 by default"):
+        build_settings({"kill_after": 300.0, "ttl": 360.0}, {}, is_listed=True)
+    assert build_settings({"kill_after": 5.0, "ttl": 50.0}, {}, is_listed=True).kill_after == 5.0
+    assert build_settings({"kill_after": 300.0, "ttl": 360.0}, {}).kill_after == 300.0
+
+
+def test_timing_of_others() -> None:
+    """What the table says about timing, and the defaults for the rest."""
+    assert timing_of_table({"kill_after": 20.0, "skip_code": 9}) == Timing(kill_after=20.0)
 
 
 def test_every_setting_has_a_reader() -> None:

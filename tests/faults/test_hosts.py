@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -151,4 +152,34 @@ def test_another_host_skips_and_takes_over(run: StartRun, network: Network, tmp_
         second = run("--key", "100:1", "--wait", "60", "--", *command(tmp_path / "second", 0), dsn=other.dsn)
     assert second.code() == 0
     assert read_life(tmp_path / "first").last < read_life(tmp_path / "second").began
+    assert running.code() == 76
+
+
+@pytest.mark.event("the server gives our session up")
+def test_shield_of_a_host_that_vanishes_is_given_up(run: StartRun, network: Network, tmp_path: Path) -> None:
+    """A host that is cut off while its shield holds the key does not keep it longer than a ttl."""
+    host = network.hosts[0]
+    running = start_on(host, run, tmp_path / "life", "--kill-after", "2", "--ttl", "12")
+    network.server.sql("SELECT pg_terminate_backend(%s)", network.server.locks()[0][5])
+    until(network.server.locks)
+    host.drop("to", "from")
+    cut = boot_time()
+    assert running.code() == 76
+    until(lambda: not network.server.locks(), within=20)
+    assert 10 < boot_time() - cut < 16
+
+
+@pytest.mark.event("our backend is terminated")
+def test_shield_waits_for_what_is_left_of_a_session(run: StartRun, network: Network, tmp_path: Path) -> None:
+    """Reset at the client only: the server keeps the old session until it probes it, and the shield takes over then."""
+    host = network.hosts[0]
+    running = start_on(host, run, tmp_path / "life", "--kill-after", "9", "--ttl", "17")
+    old = network.server.locks()[0][5]
+    host.reset_client()
+    until(lambda: read_life(tmp_path / "life").term < inf)
+    host.heal()
+    assert [lock[5] for lock in network.server.locks()] == [old]
+    until(lambda: [lock for lock in network.server.locks() if lock[5] != old])
+    assert network.server.sessions()[0][1] == "batchguard shield 100:1"
+    assert running.tree()
     assert running.code() == 76

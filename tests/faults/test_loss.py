@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -524,3 +525,116 @@ def test_window_of_short_timing() -> None:
     values = dict(zip(SHORT[::2], SHORT[1::2], strict=True))
     window = 2 * float(values["--check-timeout"]) + float(values["--kill-after"]) + 5
     assert window < float(values["--ttl"])
+
+
+@pytest.mark.event("guard stopped")
+def test_guard_that_wakes_to_a_lock_and_its_loss(run: StartRun, server: Server) -> None:
+    """Stopped while the keeper got the lock, continued after it was lost: the command never starts."""
+    with server.connect() as psql:
+        psql.execute("SELECT pg_advisory_lock(100, 1)")
+        options = ("--wait", "30", "--kill-after", "5", "--ttl", "20")
+        waiting = run("--key", "100:1", *options, "--", "echo", "ran")
+        until(lambda: [lock for lock in server.locks() if not lock[4]])
+        guard = waiting.guard
+        os.kill(guard, signal.SIGSTOP)
+    lock = until(lambda: [lock for lock in server.locks() if lock[4]])[0]
+    until(lambda: any("window_s" in query for _, _, query in server.sessions()))  # checked, so handed over
+    server.sql("SELECT pg_terminate_backend(%s)", lock[5])
+    until(lambda: server.sessions() and server.sessions()[0][1] == "batchguard shield 100:1")
+    os.kill(guard, signal.SIGCONT)
+    assert (waiting.code(), waiting.out) == (76, "")
+    assert "the command was not started" in waiting.err
+
+
+HOPPER = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    while True:
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+signal.pause()
+"""
+
+
+@pytest.mark.event("guard killed")
+def test_hopper_beside_children_that_were_there_before_us(server: Server) -> None:
+    """A tree that hops from fork to fork, beside a stranger: the lock is free only when it is really gone."""
+    argv = [*COMMAND, "run", *SHORT, "--key", "100:1", "--", sys.executable, "-S", "-c", HOPPER]
+    line = f"sleep 77 & echo $!; exec {shlex.join(argv)}"
+    environment = clean_environment(BATCHGUARD_DSN=server.dsn)
+    with subprocess.Popen(
+        ["bash", "-c", line], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as popen:
+        assert popen.stdout is not None
+        job = int(popen.stdout.readline())
+        until(server.locks)
+        guard = until(lambda: [pid for pid in process_tree.children(popen.pid) if process_tree.children(pid)])[0]
+        until(lambda: len(process_tree.descendants(guard)) > 1)
+        os.kill(guard, signal.SIGKILL)
+        assert popen.wait(10) == 76
+        assert alive([job]) == [job]
+        os.kill(job, signal.SIGKILL)  # what hops on would be ours by now, and fail this test
+
+
+@pytest.mark.event("our backend is terminated")
+def test_shield_waits_for_a_key_that_is_held_for_a_moment(run: StartRun, server: Server) -> None:
+    """Somebody else is quicker, and gives the key back while the tree is dying: the shield takes it then."""
+    script = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
+    running = run("--key", "100:1", "--kill-after", "4", "--ttl", "14", "--", "sh", "-c", script)
+    assert running.popen.stdout is not None
+    running.popen.stdout.readline()
+    with server.connect() as psql:
+        waiting = threading.Thread(target=psql.execute, args=["SELECT pg_advisory_lock(100, 1)"])
+        waiting.start()
+        until(lambda: [lock for lock in server.locks() if not lock[4]])
+        server.sql("SELECT pg_terminate_backend(%s)", next(lock[5] for lock in server.locks() if lock[4]))
+        waiting.join()
+        until(lambda: [session for session in server.sessions() if session[1] == "batchguard shield 100:1"])
+        psql.execute("SELECT pg_advisory_unlock(100, 1)")
+    shield = until(lambda: [session[0] for session in server.sessions() if "shield" in session[1]])[0]
+    until(lambda: [lock for lock in server.locks() if lock[5] == shield])
+    assert running.tree()
+    assert running.code() == 76
+
+
+@pytest.mark.event("our backend is terminated")
+def test_who_queued_beside_a_run_that_was_lost(run: StartRun, server: Server) -> None:
+    """Of three, the first gives the lock back, the second gets it and is lost: the third waits for that one's end."""
+    first = run("--key", "100:1", "--", "sleep", "600")
+    first.command()
+
+    def queue(*arguments: str) -> Run:
+        before = sum(not lock[4] for lock in server.locks())
+        queued = run("-v", "--key", "100:1", "--settle", "auto", "--wait", "60", *arguments)
+        until(lambda: sum(not lock[4] for lock in server.locks()) == before + 1)
+        return queued
+
+    second = queue("--", "sh", "-c", "trap '' TERM; echo second; while :; do sleep 0.05; done")
+    third = queue("--", "echo", "third")
+    first.popen.terminate()
+    assert second.popen.stdout is not None
+    assert second.popen.stdout.readline() == b"second\n"
+    tree = second.tree()
+    server.sql("SELECT pg_terminate_backend(%s)", next(lock[5] for lock in server.locks() if lock[4]))
+    assert third.popen.stdout is not None
+    assert third.popen.stdout.readline() == b"third\n"
+    assert alive(tree) == []
+    assert third.code() == 0
+    assert "the run before did not give the lock back" in third.err
+    assert (first.code(), second.code()) == (143, 76)
+
+
+def test_settling_reckons_with_the_tables_timing(start: StartRun, server: Server, tmp_path: Path) -> None:
+    """A command line that tightens the timing does not shorten the wait for a run that did not."""
+    table = tmp_path / "table.toml"
+    timing = "check_interval = 0.2, check_timeout = 1, kill_after = 3, ttl = 12"
+    table.write_text(f'[keys]\njob = {{ key = "100:1", {timing} }}\n')
+    arguments = ("run", "-v", "--config", str(table), "--key", "job", "--settle", "always", "--kill-after", "0.5")
+    settling = start(*arguments, "--", "echo", "ran")
+    until(lambda: "starting in 10.5s" in settling.err or "starting in 11s" in settling.err or settling.popen.poll())
+    assert "starting in" in settling.err
+    settling.popen.terminate()
+    assert settling.code() == 143
+    assert "starting in 8s" not in settling.err
