@@ -1,10 +1,10 @@
 """The protocol as a model: the real `step` functions of guard and keeper, in a world that tries everything.
 
-Host A has just started its command. A server, a network that may delay every message for ever, a
+Host A's keeper has just got the lock and told its guard. A server, a network that may delay every message for ever, a
 second host B that wants the same lock, and faults of A's processes take every turn they can. The
-search visits every state that can be reached while A's tree lives, and measures how long B's
-command and A's tree live at once. Once A's tree is dead nothing can go wrong any more: such states
-are not followed.
+search visits every state that can be reached until A's tree is dead, and measures how long B's
+command and A's tree live at once. A tree that is dead, or will never be, can do no harm any more:
+such states are not followed.
 
 Time is counted in whole seconds. A process that is not faulty does its work within the second in
 which it falls due; when within it, and in which order, is tried out.
@@ -38,6 +38,7 @@ class Bounds:
 
     timing: Timing
     settle: Settle = "off"
+    reckoned: Timing | None = None  # what B takes for A's timing; None: what it is
     client_timeout: float = inf  # after so long without an acknowledgement A's kernel resets the connection
     prompt: bool = False  # the network brings A the server's messages within a second
     keeper_blocks: bool = False  # a keeper that waits for an answer and for nothing else
@@ -62,6 +63,9 @@ class World(NamedTuple):
     guard_paused: bool = False
     keeper_paused: bool = False
     keeper_told: bool = False  # the guard knows that the keeper is dead
+    held: float | None = 0.0  # the keeper's word that the lock is held, not heard by the guard yet: when it was checked
+    tree: bool = False  # A's command was started, and something of it lives
+    over: bool = False  # A's command will never be started
     mark: float = 0.0  # the last good check that the keeper has published
     to_guard: tuple[LostWhy, ...] = ()
     up: tuple[tuple[str, float], ...] = ()  # from A to the server, with the moment of sending where that matters
@@ -73,7 +77,8 @@ class World(NamedTuple):
     kill_left: float = inf  # seconds of killing that the tree survives at most
     command: bool = True  # the command itself lives; the rest of its tree does in any case
     other: int = GONE  # B's guard, once B holds the lock
-    overlap: int = -1  # seconds since B's command has started
+    b_runs: bool = False  # B's command was started
+    overlap: int = -1  # seconds since both A's tree and B's command live
     restarted: float = -inf
     deaths: int = 0
     pauses: int = 0
@@ -134,7 +139,7 @@ class Search:
                 if worst.overlap >= self.stop_at:
                     break
             for name, after in self._next(world):
-                if after not in came:
+                if not after.over and after not in came:
                     came[after] = (world, name)
                     queue.append(after)
         way: list[str] = []
@@ -145,10 +150,9 @@ class Search:
         return Found(len(came), worst.overlap if worst else None, tuple(reversed(way)))
 
     def _start(self) -> World:
-        """A's lock was checked just now, and its command started."""
-        guard, actions = self._settle(0.0)
-        assert actions == (g.SpawnChild(),)
-        return World(guard, self.keepers.number(k.start_keeper(self.bounds.timing, 0.0)))
+        """A's lock was checked just now, and its guard is about to hear of it."""
+        guard = g.Guard(plan=g.Plan(timing=self.bounds.timing))
+        return World(self.guards.number(guard), self.keepers.number(k.start_keeper(self.bounds.timing, 0.0)))
 
     def _settle(self, wait_s: float) -> tuple[int, tuple[g.Action, ...]]:
         guard = g.Guard(plan=g.Plan(timing=self.bounds.timing))
@@ -175,7 +179,8 @@ class Search:
             return False
         guard = self.guards.machines[world.guard]
         keeper_lost = world.keeper == GONE and not world.keeper_told
-        return bool(world.to_guard) or keeper_lost or world.mark > guard.checked_at or guard.deadline <= 0
+        heard = bool(world.to_guard) or world.held is not None
+        return heard or keeper_lost or world.mark > guard.checked_at or guard.deadline <= 0
 
     def _keeper_is_due(self, world: World) -> bool:
         if world.keeper == GONE or world.keeper_paused:
@@ -193,16 +198,18 @@ class Search:
             yield "guard wakes", self._guard_turn(world)
         if self._keeper_is_due(world):
             yield "keeper wakes", self._keeper_turn(world)
-        if world.command and world.guard != GONE and not world.guard_paused:
+        if world.tree and world.command and world.guard != GONE and not world.guard_paused:
             yield "command ends, its tree lives on", self._feed_guard(world, _COMMAND_ENDED)._replace(command=False)
 
     def _guard_turn(self, world: World) -> World:
-        """One turn of the guard's loop: messages, the keeper's end, the last check, the deadline."""
+        """One turn of the guard's loop: a loss, the keeper's end, the lock, the last check, the deadline."""
         for why in world.to_guard:
             world = self._feed_guard(world, g.LockLost(why))
         world = world._replace(to_guard=())
         if world.keeper == GONE and not world.keeper_told:
             world = self._feed_guard(world, g.KeeperLost())._replace(keeper_told=True)
+        if world.held is not None:
+            world = self._feed_guard(world, g.LockAcquired(world.held))._replace(held=None)
         if world.mark > self.guards.machines[world.guard].checked_at:
             world = self._feed_guard(world, g.LockChecked(world.mark))
         if self.guards.machines[world.guard].deadline <= 0:
@@ -216,10 +223,13 @@ class Search:
             match action:
                 case g.KillTree():
                     world = world._replace(kill_left=min(world.kill_left, KILL_TAKES))
+                case g.SpawnChild():
+                    world = world._replace(tree=True, overlap=0 if world.b_runs else -1)
                 case g.SignalTree() | g.ReportUnkillable():
                     pass  # the tree may end at any time, and need not
                 case _:
-                    raise AssertionError(f"{action} under a living tree: {world}")
+                    assert not world.tree, f"{action} under a living tree: {world}"
+                    world = world._replace(over=True)
         return world
 
     def _step_guard(self, number: int, event: g.Event) -> tuple[int, tuple[g.Action, ...]]:
@@ -283,7 +293,8 @@ class Search:
             if world.guard != GONE and (may_fail or world.guard_paused):
                 yield "guard is killed", _without_guard(after)
             if world.keeper != GONE and (may_fail or world.keeper_paused):
-                yield "keeper is killed", after._replace(keeper=GONE, keeper_paused=False, shield=False)
+                holder = "" if world.holder == "shield" else world.holder  # its socket is the keeper's alone
+                yield "keeper is killed", after._replace(keeper=GONE, keeper_paused=False, shield=False, holder=holder)
         if may_fail and world.pauses < self.bounds.pauses:
             killing = self._is_killing(world)
             after = world._replace(pauses=world.pauses + 1)
@@ -317,6 +328,9 @@ class Search:
             if world.restarts < bounds.restarts:
                 after = world._replace(restarted=0.0, restarts=world.restarts + 1)
                 yield "server restarts", _end_session(after)._replace(holder="")
+        if world.holder == "shield" and world.terminations < bounds.terminations:
+            after = world._replace(terminations=world.terminations + 1)
+            yield "the shield is terminated", after._replace(holder="", shield=True)
         if world.shield and world.holder == "" and world.keeper != GONE and not world.keeper_paused:
             yield "the shield is up", world._replace(shield=False, holder="shield")
 
@@ -325,17 +339,21 @@ class Search:
     def _b_gets_the_lock(self, world: World) -> World:
         """Settle as the real thing decides; no longer than the server's age asks."""
         age = ServerAge(started_s=-world.restarted) if world.restarted > -inf else ServerAge()
-        wait_s = decide_settle(self.bounds.settle, age, self.bounds.timing.window).wait_s
+        window = (self.bounds.reckoned or self.bounds.timing).window
+        wait_s = decide_settle(self.bounds.settle, age, window).wait_s
         other, actions = self._settle(wait_s)
-        return world._replace(holder="B", other=other, overlap=0 if actions else -1)
+        return self._start_b(world._replace(holder="B", other=other), actions)
+
+    def _start_b(self, world: World, actions: tuple[g.Action, ...]) -> World:
+        return world._replace(b_runs=True, overlap=0 if world.tree else -1) if actions else world
 
     def _age_b(self, world: World) -> World:
         if world.overlap >= 0:
             return world._replace(overlap=world.overlap + 1)
-        if world.other == GONE:
+        if world.other == GONE or world.b_runs:
             return world
         other, actions = self.step_guard(self.age_guard(world.other), g.LockChecked(0.0))
-        return world._replace(other=other, overlap=0 if actions else -1)
+        return self._start_b(world._replace(other=other), actions)
 
     # Time
 
@@ -345,6 +363,7 @@ class Search:
             world._replace(
                 guard=self.age_guard(world.guard),
                 keeper=self.age_keeper(world.keeper),
+                held=None if world.held is None else max(world.held - 1, stale),
                 mark=max(world.mark - 1, stale),
                 heard=max(world.heard - 1, -self.bounds.timing.ttl),
                 up=tuple((kind, sent - 1) for kind, sent in world.up),
@@ -385,7 +404,7 @@ _COMMAND_ENDED = g.ChildExited(ChildEnd(exit=0))
 
 def _without_guard(world: World) -> World:
     """The kernel kills the command with its guard, and gives the rest of the tree to the keeper."""
-    return world._replace(guard=GONE, guard_paused=False, command=False, to_guard=())
+    return world._replace(guard=GONE, guard_paused=False, command=False, to_guard=(), over=not world.tree)
 
 
 def _server_gets(world: World) -> World:

@@ -90,6 +90,9 @@ BROKEN = {
     "S = W": Bounds(replace(SAFE, ttl=WINDOW)),
     "settle = W": Bounds(SAFE, settle=float(WINDOW), terminations=1, deaths=0, pauses=1),
     "client's TCP timeout below S": Bounds(SAFE, client_timeout=2),
+    "window reckoned too short": Bounds(
+        SAFE, settle="always", reckoned=replace(SAFE, kill_after=0.1, check_timeout=0.1), terminations=1, pauses=0
+    ),
     "keeper blocks": Bounds(SAFE, keeper_blocks=True),
     "two faults at once": Bounds(SAFE, faults_at_once=2),
 }
