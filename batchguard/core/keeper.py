@@ -175,7 +175,6 @@ class Keeper:
     checked_at: float = -inf
     asked_at: float | None = None
     lost_why: LostWhy | None = None
-    slept_s: float = 0.0
     take_over_at: float = inf
     release_by: float = inf
     guard_lives: bool = True
@@ -194,8 +193,6 @@ def start_keeper(timing: Timing, checked_at: float) -> Keeper:
 
 def step(keeper: Keeper, event: Event, now: float) -> Step:
     """Give the keeper after `event` at `now`, and what to do, in this order."""
-    if isinstance(event, DeadlinePassed):
-        keeper = replace(keeper, slept_s=max(keeper.slept_s, event.slept_s))
     after, actions = TABLE[keeper.state][type(event)](keeper, event, now)
     return _with_deadline(after), actions
 

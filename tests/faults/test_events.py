@@ -41,7 +41,7 @@ def _terminate(running: Run, server: PrivateServer, proxy: Proxy) -> None:
     server.sql("SELECT pg_terminate_backend(%s)", server.locks()[0][5])
 
 
-MEASURED: dict[str, tuple[Cause, int | None]] = {
+MEASURED: dict[str, tuple[Cause, int]] = {
     "our backend is terminated": (_terminate, 76),
     "unlocked behind our back": (
         lambda running, server, proxy: proxy.inject("SELECT pg_advisory_unlock_all()"),
@@ -50,8 +50,10 @@ MEASURED: dict[str, tuple[Cause, int | None]] = {
     "connection reset": (lambda running, server, proxy: proxy.cut(), 76),
     "guard killed": (_send("guard", signal.SIGKILL), 76),
     "keeper killed": (_send("keeper", signal.SIGKILL), -signal.SIGKILL),
-    "keeper stopped": (_send("keeper", signal.SIGSTOP), None),
+    "keeper stopped": (_send("keeper", signal.SIGSTOP), 76),
 }
+LATEST = 2.5
+"""Seconds in which a batch that heeds TERM is dead, on a machine that is busy with other tests."""
 FREED_AT_ONCE = ("our backend is terminated", "unlocked behind our back", "connection reset")
 
 
@@ -77,4 +79,6 @@ def test_times(
     measure("events", event, **seen.times(read_life(tmp_path / "life")))
     assert seen.dead <= seen.free or event in FREED_AT_ONCE
     os.kill(running.keeper, signal.SIGCONT)
-    assert MEASURED[event][1] in (running.code(), None)
+    assert running.code() == MEASURED[event][1]
+    if event != "keeper stopped":
+        assert seen.dead - seen.cause < LATEST

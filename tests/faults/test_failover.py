@@ -17,6 +17,7 @@ from tests.fixtures.guard import Run, StartRun
 from tests.fixtures.measure import Measure
 from tests.fixtures.proxy import MakeProxy
 from tests.fixtures.waiting import until
+from tests.fixtures.watch import alive
 
 MakeCluster = Callable[..., Cluster]
 WINDOW = 7.5
@@ -152,11 +153,13 @@ def test_promotion_with_primary_cut_off(
 
 @pytest.mark.event("the primary is demoted")
 def test_demoted_under_a_living_session(run: StartRun, make_cluster: MakeCluster, tmp_path: Path) -> None:
-    """A primary that comes back as a standby ends every session: lost, and the shield waits for nobody."""
+    """A primary is demoted by a restart, which ends its sessions: lost, dead, and no shield on what is a standby now."""
     cluster = make_cluster()
     running = start_batch(run, cluster.dsn, tmp_path / "first")
+    tree = running.tree()
     promote_with_primary_demoted(cluster)
     assert running.code() == 76
+    assert alive(tree) == []
     assert cluster.standby.sql("SELECT pg_is_in_recovery()") == [(True,)]
     assert cluster.standby.locks() == []
 
@@ -203,6 +206,22 @@ def test_settling_ends(user: str, run: StartRun, make_cluster: MakeCluster, tmp_
     following = start_next(run, f"{cluster.dsn} user={user}", tmp_path / "second")
     assert following.code() == 0
     assert "starting in" not in following.err
+
+
+def test_a_plain_role_waits_after_each_checkpoint(run: StartRun, make_cluster: MakeCluster, tmp_path: Path) -> None:
+    """Long after a promotion a checkpoint still looks like one to a plain role: it waits for nothing, but safely."""
+    cluster = make_cluster()
+    make_roles(cluster)
+    promote_with_primary_gone(cluster)
+    promoted = boot_time()
+    until(lambda: boot_time() > promoted + WINDOW + 1, within=20)
+    cluster.primary.sql("CHECKPOINT")
+    exact = start_next(run, f"{cluster.dsn} user=monitor", tmp_path / "monitor")
+    assert exact.code() == 0
+    assert "starting in" not in exact.err
+    careful = start_next(run, f"{cluster.dsn} user=plain", tmp_path / "plain")
+    assert careful.code() == 0
+    assert "because the server became the primary" in careful.err
 
 
 def test_a_busy_promotion_settles_longer_for_a_plain_role(

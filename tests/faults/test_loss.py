@@ -38,7 +38,7 @@ def _is_sleep(pid: int) -> bool:
 
 
 def watch_until_free(server: Server, pids: list[int]) -> list[int]:
-    """Poll the lock until it is free, and give who was alive in the last look before that: must be nobody."""
+    """Poll the lock until it is free, and give who has outlived it: must be nobody."""
     with server.connect(application_name="watcher") as watcher:
         query = (
             "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' "
@@ -350,6 +350,21 @@ def test_both_killed(run: StartRun, server: Server) -> None:
     for pid in survivors:
         os.kill(pid, signal.SIGKILL)
     until(lambda: not server.locks())
+
+
+@pytest.mark.event("both killed")
+def test_both_killed_and_descriptors_closed(run: StartRun, server: Server) -> None:
+    """A process that closes what it did not open does not hold the lock: the last line of defence is gone with it."""
+    script = "exec 9>&- 200>&-; setsid sleep 600 & sleep 600"
+    running = run("--key", "100:1", "--", "bash", "-c", script)
+    until(lambda: len(running.tree()) == 3)
+    tree = running.tree()
+    kill_both(running)
+    until(lambda: not server.locks())
+    survivors = alive(tree)
+    assert survivors
+    for pid in survivors:
+        process_tree.send(pid, signal.SIGKILL)
 
 
 @pytest.mark.event("both killed")
