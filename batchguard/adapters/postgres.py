@@ -385,11 +385,11 @@ def _session_ended(session: Session) -> NoReturn:
     raise SessionEndedError(session.last_sqlstate)
 
 
-def notifying_backends(session: Session) -> set[int]:
-    """Give the backends whose notifications have come since the last call."""
-    found = set()
+def notifications(session: Session) -> list[tuple[int, str]]:
+    """Give the notifications that have come since the last call: the backend of each, and its payload."""
+    found = []
     while (notification := session.pgconn.notifies()) is not None:
-        found.add(notification.be_pid)
+        found.append((notification.be_pid, notification.extra.decode("utf-8", "replace")))
     return found
 
 

@@ -154,7 +154,7 @@ def _run(
 ) -> int:
     from batchguard.adapters import report
     from batchguard.adapters.config_file import candidate_files
-    from batchguard.core.number_table import choose_keys
+    from batchguard.core.number_table import choose_keys, settings_of_others
     from batchguard.core.timing import verify_timing
     from batchguard.runtime.run import run as run_under_lock
 
@@ -170,7 +170,9 @@ def _run(
     table = load_config(config)
     searched = [str(path) for path in candidate_files(config, os.environ)]
     chosen = choose_keys(table, keys, searched)
-    settings = build_settings(given, chosen.settings, is_listed=chosen.name is not None)
+    others = settings_of_others(table, chosen.keys)
+    settings = build_settings(given, chosen.settings, is_listed=bool(others))
+    reckoned = others or ([table.defaults] if table.defaults else [])
     verify_timing(settings.timing)
     if verbose:
         report.say(f"config file: {table.file or 'none (looked for ' + ', '.join(searched) + ')'}", settings.log_format)
@@ -183,7 +185,7 @@ def _run(
             key_from_name=key_from_name,
             key_text=text,
             name=chosen.name or key_from_name,
-            others=timing_of_table(chosen.settings) if chosen.name is not None else None,
+            others_window=max((timing_of_table(other).window for other in reckoned), default=0.0),
             dsn=choose_dsn(dsn, local, table),
             verbose=verbose,
         )

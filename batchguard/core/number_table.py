@@ -283,6 +283,16 @@ def choose_keys(table: NumberTable, requested: Sequence[str], searched: Sequence
     )
 
 
+def settings_of_others(table: NumberTable, keys: Sequence[Key]) -> list[Mapping[str, Any]]:
+    """List the settings of all names that share a number with these keys: runs on other hosts may have any of them."""
+    wanted = {lock for key in keys for lock in keys_of(key)}
+    return [
+        {**table.defaults, **entry.settings}
+        for entry in table.entries.values()
+        if any(lock in wanted for key in entry.keys for lock in keys_of(key))
+    ]
+
+
 def _entries_of(table: NumberTable, key: Key) -> list[Entry]:
     """Find the one name that a number has in the table; a shared number stands for none of its names."""
     found = [entry for entry in table.entries.values() if key in entry.keys]

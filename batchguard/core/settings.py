@@ -197,8 +197,8 @@ def build_settings(given: Mapping[str, Any], table: Mapping[str, Any], *, is_lis
             may = "only lengthen" if name == "ttl" else "only shorten"
             where = "in the number table" if name in table else "by default"
             raise ConfigError(
-                f"{option_of(name)} {given[name]:g} against {theirs:g} {where}: a command line may {may} it for a key "
-                "of the number table, because other hosts reckon with that. Change the table. Not started, exit 78."
+                f"{option_of(name)} {given[name]:g} against {theirs:g} {where}: a command line may {may} it, "
+                "because other hosts reckon with that. Change the table. Not started, exit 78."
             )
     known = {setting.name for setting in fields(RunSettings)}
     return RunSettings(**{name: value for name, value in {**table, **given}.items() if name in known})
@@ -214,7 +214,7 @@ class RunRequest:
     key_from_name: str | None = None
     key_text: str = ""
     name: str | None = None
-    others: Timing | None = None
-    """The timing that other hosts may have for these keys; None when it can only be ours."""
+    others_window: float = 0.0
+    """The longest that the tree of another host's run may outlive its lock (seconds); 0 when it can only be ours."""
     dsn: str = ""
     verbose: bool = False

@@ -24,7 +24,7 @@ from batchguard.adapters.postgres import (
     execute,
     host_text,
     load_queries,
-    notifying_backends,
+    notifications,
     resolve_parameters,
     session_parameters,
 )
@@ -42,6 +42,8 @@ SLOT_RETRY = 10.0
 SEVERAL_RETRY = 1.0
 """Seconds for which several keys are tried again: two runs may each see a lock that the other is about to give back."""
 
+RELEASED = "released"
+"""What a run that gives its locks back announces; one that takes them announces their keys."""
 QUERIES = load_queries("lock")
 
 
@@ -105,10 +107,9 @@ class _Acquisition:
             resolve_parameters(request.dsn), f"batchguard run {request.key_text}@{about['host']}", self.settings.ttl
         )
         self.began = now()
-        self.others_window = request.others.window if request.others is not None else 0.0
+        self.others_window = request.others_window
         self.told: set[str] = set()
         self.ahead: set[int] = set()
-        self.queueing: set[int] = set()
         self.released: set[int] = set()
         self.is_listening = False
         self.keys: tuple[Key, ...] = request.keys
@@ -290,7 +291,6 @@ class _Acquisition:
         try:
             yield from execute(self.session, query, lock.numbers, now() + slice_s + self.patience)
             got = True
-            self.released |= notifying_backends(self.session)
         except StatementError as error:
             if error.sqlstate == "53200":
                 raise UnreachableError(messages.lock_table_full(self.subject)) from None
@@ -350,17 +350,25 @@ class _Acquisition:
         return self.is_inside(holders)
 
     def note_rivals(self) -> Conversation[None]:
-        """Remember which runs may have the lock before us: those that hold it, and those that queue too.
+        """Remember which runs have the lock before us, and forget those that had it until now."""
+        self.released.clear()
+        self.hear()  # a run that is about to give its lock back has said so already
+        if locks := self.waited_for():
+            rows = yield from self.ask(QUERIES["rivals"], self.check_params(locks))
+            self.ahead = {int(row[0] or 0) for row in rows}
 
-        Of a range, a run that we waited for may well go on in its own slot.
-        """
-        self.released = notifying_backends(self.session)
-        columns = lock_session.key_columns(
-            [lock for key in self.keys if not isinstance(key, KeyRange) for lock in keys_of(key)]
-        )
-        rows = yield from self.ask(QUERIES["rivals"], [self.identity.database_oid, *columns])
-        self.ahead = {int(pid or 0) for pid, granted in rows if granted == "t"}
-        self.queueing = {int(pid or 0) for pid, _ in rows} - self.ahead
+    def waited_for(self) -> list[LockKey]:
+        """Give the locks that we queue for; of a range, the runs that we waited for may go on in their own slots."""
+        return [lock for key in self.keys if not isinstance(key, KeyRange) for lock in keys_of(key)]
+
+    def hear(self) -> None:
+        """Note who has taken one of our locks meanwhile, and who has given back what it had."""
+        ours = {str(lock) for lock in self.waited_for()}
+        for pid, payload in notifications(self.session):
+            if payload == RELEASED:
+                self.released.add(pid)
+            elif ours & set(payload.split()):
+                self.ahead.add(pid)
 
     def is_inside(self, holders: Sequence[Holder]) -> bool:
         """Tell whether one of these is the run that this one was started in."""
@@ -370,8 +378,6 @@ class _Acquisition:
 
     def skipped(self) -> Conversation[Skipped]:
         holders = []
-        if self.is_listening:
-            yield from self.ask(QUERIES["announce_release"])  # others must not take us for one that was lost
         if self.want_holder or self.outer:
             holders = yield from self.holders()
         self.session.close()
@@ -380,11 +386,13 @@ class _Acquisition:
 
     def held(self, locks: tuple[LockKey, ...]) -> Conversation[Held]:
         waited_s = now() - self.began
-        abandoned = yield from self.is_abandoned()
+        self.taken_at = wall_time().isoformat(timespec="milliseconds")
+        token = yield from self.take_token(locks)
+        # Whoever queues has the lock the instant it is free, before any shield can be raised.
+        self.hear()
+        abandoned = bool(self.ahead - self.released)
         if self.is_listening:
             yield from self.ask(QUERIES["unlisten"])
-        self.taken_at = wall_time().isoformat(timespec="milliseconds")
-        token = yield from self.take_token()
         age = ServerAge()
         if self.settings.settle == "auto":
             age = lock_session.read_server_age((yield from self.ask(QUERIES["server_age"]))[0])
@@ -410,24 +418,11 @@ class _Acquisition:
             waited_s=waited_s,
         )
 
-    def is_abandoned(self) -> Conversation[bool]:
-        """Tell whether a run that had the lock before us lost it instead of giving it back: its tree may still live.
-
-        Whoever queues has the lock the instant it is free, before any shield can be raised. A run
-        that queued beside us may have had it in between; if it is neither there any more nor has
-        said goodbye, it counts as lost.
-        """
-        if not self.ahead and not self.queueing:
-            return False
-        rows = yield from self.ask(QUERIES["present"], [sorted(self.queueing)])
-        gone = self.queueing - {int(row[0] or 0) for row in rows}
-        self.released |= notifying_backends(self.session)
-        return bool((self.ahead | gone) - self.released)
-
-    def take_token(self) -> Conversation[str]:
-        """Make the fencing token; one that is not surely durable is none."""
+    def take_token(self, locks: Sequence[LockKey]) -> Conversation[str]:
+        """Make the fencing token, one that is not surely durable is none; and tell others that we have the locks."""
         try:
             yield from self.ask(QUERIES["begin_token"])
+            yield from self.ask(QUERIES["announce"], [" ".join(map(str, locks))])
             rows = yield from self.ask(QUERIES["take_token"])
             yield from self.ask(QUERIES["commit_token"])
         except TimedOutError:

@@ -21,6 +21,7 @@ from batchguard.adapters.channel import Channel, CheckMark, duplicate, shut_down
 from batchguard.adapters.clock import now
 from batchguard.adapters.lock_session import keepalive_settings
 from batchguard.adapters.postgres import (
+    READ,
     ConnectFailedError,
     Conversation,
     Row,
@@ -44,12 +45,13 @@ from batchguard.core.guard import SUSPENDED_AFTER
 from batchguard.core.messages import Subject
 from batchguard.core.outcome import Ending, RunOutcome
 from batchguard.core.settings import RunRequest
-from batchguard.runtime.acquire import QUERIES, Held, Skipped, acquire, check_params, pause
+from batchguard.runtime.acquire import QUERIES, RELEASED, Held, Skipped, acquire, check_params, pause
 from batchguard.runtime.ending import RunFacts, report_ending, write_files
 from batchguard.runtime.guard import KILL_PAUSE, LONGEST_SLEEP, RUN_VARIABLES
 
 SHIELD_PAUSE = 0.05
 """Seconds between two tries to take a lost key again."""
+SLOW_SHIELD_PAUSE = 1.0
 LOOKS = 25
 """Beside children that are not ours to kill, the tree counts as gone when it was not there so many times in a row."""
 
@@ -290,7 +292,8 @@ class _Keeper:
     def turn(self) -> None:
         """Sleep until something happens, tell core, do what it says."""
         killing = self.keeper.state is core.State.TAKING_OVER and not self.keeper.reported_unkillable
-        until = min(self.keeper.deadline, now() + (KILL_PAUSE if killing else LONGEST_SLEEP))
+        pause_s = KILL_PAUSE if killing or self.seen_nobody else LONGEST_SLEEP
+        until = min(self.keeper.deadline, now() + pause_s)
         talks = [talk for talk in (self.talk, self.shield) if talk is not None]
         ready = self.sleep([talk.wait for talk in talks], until)
         slept_s = self.note_sleep()
@@ -445,6 +448,8 @@ class _Keeper:
         self.talk = self.begin("watch", watch(self.held.session))
         if purpose == "check":
             self.talk = self.begin("check", self.check(after_s=0.2))
+        elif purpose == "lock_again":
+            self.talk = self.begin("lock_again", self.lock_again(self.held.session, after_s=0.2))
         elif purpose == "unlock":
             yield core.UnlockAnswered(was_held=True)
 
@@ -457,23 +462,33 @@ class _Keeper:
     def unlock(self) -> Conversation[bool]:
         """Give every lock back; True when all of them were held."""
         was_held = True
-        yield from execute(self.held.session, QUERIES["announce_release"])
+        yield from execute(self.held.session, QUERIES["announce"], [RELEASED])
         for lock in reversed(self.held.locks):
             query = lock_session.lock_call(QUERIES["unlock"], lock, self.settings.shared)
             rows = yield from execute(self.held.session, query, lock.numbers)
             was_held = was_held and rows[0][0] == "t"
         return was_held
 
-    def lock_again(self, session: Session) -> Conversation[None]:
-        """Take every lock as soon as it is free: the server may still be about to release ours."""
+    def lock_again(self, session: Session, patience: float = inf, after_s: float = 0.0) -> Conversation[None]:
+        """Take every lock as soon as it is free: the server may still be about to release ours.
+
+        The settings first: whatever took the lock away (DISCARD ALL) may have taken them too.
+        """
+        yield from pause(after_s)
+        settings = keepalive_settings(self.settings.ttl)
+        yield from execute(session, QUERIES["prepare_session"], settings, now() + patience)
         for lock in self.held.locks:
             query = lock_session.lock_call(QUERIES["try_lock"], lock, self.settings.shared, first_parameter=5)
             params = [self.held.identity.database_oid, *lock.in_pg_locks, *lock.numbers]
             while True:
-                mine, _, got = (yield from execute(session, query, params))[0]
+                mine, _, got = (yield from execute(session, query, params, now() + patience))[0]
                 if "t" in (mine, got):
                     break
-                yield from pause(SHIELD_PAUSE)
+                yield from pause(self.shield_pause())
+
+    def shield_pause(self) -> float:
+        """Try often at first; where a tree does not die, the server must not suffer for it."""
+        return SLOW_SHIELD_PAUSE if self.keeper.reported_unkillable else SHIELD_PAUSE
 
     def hold_shield(self) -> Conversation[NoReturn]:
         """Take the key again on a new session, and hold it until we are closed.
@@ -481,19 +496,29 @@ class _Keeper:
         The address is the one we had, so that no name has to be looked up now; the server may be
         restarting, so it is tried until it answers.
         """
-        ttl = self.settings.ttl
-        params = session_parameters(self.held.session.params, f"batchguard shield {self.request.key_text}", ttl)
+        params = session_parameters(
+            self.held.session.params, f"batchguard shield {self.request.key_text}", self.settings.ttl
+        )
         while True:
             try:
                 self.shield_session = yield from connect(params, self.settings.check_timeout)
-                yield from execute(self.shield_session, QUERIES["prepare_session"], keepalive_settings(ttl))
-                yield from self.lock_again(self.shield_session)
-                yield from watch(self.shield_session)
+                yield from self.keep_shield(self.shield_session)
             except (ConnectFailedError, SessionEndedError, StatementError, TimedOutError, OSError, OperationalError):
                 if self.shield_session is not None:
                     self.shield_session.close()
                     self.shield_session = None
-                yield from pause(SHIELD_PAUSE)
+                yield from pause(self.shield_pause())
+
+    def keep_shield(self, session: Session) -> Conversation[NoReturn]:
+        """Hold the key on the shield's session, checking it as any lock: the network may be cut there too."""
+        patience = self.settings.check_timeout
+        params = check_params(self.held.identity, self.held.locks, self.settings.shared)
+        while True:
+            yield from self.lock_again(session, patience)
+            rows: list[Row] = [("t", "t")]
+            while rows[0] == ("t", "t"):
+                yield Wait(session.fd, READ, now() + self.settings.check_interval)
+                rows = yield from execute(session, QUERIES["check_locks"], params, now() + patience)
 
     def close(self) -> None:
         """End the session and the shield; what was sent before still arrives."""

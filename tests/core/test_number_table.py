@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from batchguard.core.errors import TableError
-from batchguard.core.keys import KeyRange, pair
+from batchguard.core.keys import KeyRange, pair, parse_numbers
 from batchguard.core.number_table import (
     NumberTable,
     choose_keys,
     lint_against,
     lint_forms,
     read_table,
+    settings_of_others,
     verify_table,
 )
 
@@ -190,3 +191,26 @@ def test_no_surprise_from_odd_documents() -> None:
         for value in odd:
             read_table({name: value}, "f", lambda *path: 1)
             read_table({name: {"a": value}}, "f", lambda *path: 1)
+
+
+def test_settings_of_others_are_those_of_every_name_that_shares_a_number() -> None:
+    """By name, by number, by one slot of a range, and beside a name that shares it: all of them count."""
+    document = {
+        "defaults": {"check_timeout": "30s", "ttl": "2m"},
+        "keys": {
+            "quick": {"key": "1:1", "kill_after": "2s", "shares": True},
+            "slow": {"key": "1:1", "kill_after": "20s", "shares": True},
+            "slots": {"key": "1:10..12", "kill_after": "3s"},
+        },
+    }
+    table = read_table(document, "t.toml", lambda *_: 1)
+
+    def graces(*keys: str) -> list[float]:
+        wanted = [key for text in keys if (key := parse_numbers(text))]
+        return sorted(settings["kill_after"] for settings in settings_of_others(table, wanted))
+
+    assert graces("1:1") == [2.0, 20.0]
+    assert graces("1:11") == [3.0]
+    assert graces("1:1", "1:10..12") == [2.0, 3.0, 20.0]
+    assert graces("9:9") == []
+    assert all(settings["check_timeout"] == 30.0 for settings in settings_of_others(table, [pair(1, 1)]))

@@ -77,17 +77,18 @@ SELECT classid, objid, objsubid
    AND ($5::text = 'ExclusiveLock' OR mode = 'ExclusiveLock')
 
 -- name: listen
--- Hear of runs that give their lock back, so that a lock which came free otherwise is known for it.
-LISTEN batchguard_released
+-- Hear of runs that take a lock and give it back, so that a lock which came free otherwise is known for it.
+LISTEN batchguard
 
 -- name: unlisten
 -- A run of hours must not collect what others announce.
 UNLISTEN *
 
--- name: announce_release
--- Tell whoever may be waiting, before the lock is free, that it is given back by a run that is over.
--- Without another run in this database there is nobody to tell, and no commit to pay for.
-SELECT pg_notify('batchguard_released', '')
+-- name: announce
+-- Tell whoever may be waiting that these locks are taken, before anything is started under them, or,
+-- before they are free, that they are given back by a run that is over. Without another run in this
+-- database there is nobody to tell, and no commit to pay for.
+SELECT pg_notify('batchguard', $1::text)
  WHERE EXISTS (SELECT FROM pg_stat_activity
                 WHERE datname = current_database() AND pid <> pg_backend_pid()
                   AND application_name LIKE 'batchguard run %')
@@ -148,15 +149,12 @@ SELECT pid,
  ORDER BY since, pid
 
 -- name: rivals
--- Which runs hold these locks, or queue for them.
-SELECT pid, granted
+-- Which runs, or their shields, hold these locks in a way that excludes us.
+SELECT pid
   FROM pg_locks
   JOIN unnest($2::oid[], $3::oid[], $4::int2[]) AS key (classid, objid, objsubid)
  USING (classid, objid, objsubid)
   JOIN pg_stat_activity USING (pid)
- WHERE locktype = 'advisory' AND database = $1::oid AND pid <> pg_backend_pid()
-   AND application_name LIKE 'batchguard run %'
-
--- name: present
--- Which of these sessions are still there.
-SELECT pid FROM pg_stat_activity WHERE pid = ANY ($1::int[])
+ WHERE locktype = 'advisory' AND database = $1::oid AND granted AND pid <> pg_backend_pid()
+   AND ($5::text = 'ExclusiveLock' OR mode = 'ExclusiveLock')
+   AND (application_name LIKE 'batchguard run %' OR application_name LIKE 'batchguard shield %')
