@@ -614,6 +614,41 @@ def test_shield_waits_for_a_key_that_is_held_for_a_moment(run: StartRun, server:
     assert running.code() == 76
 
 
+STUBBORN = ("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done")
+
+
+@pytest.mark.event("our backend is terminated")
+def test_shield_that_is_lost_too_is_raised_again(run: StartRun, server: Server) -> None:
+    """The shield's own session is terminated while the tree is dying: a new one takes the key."""
+    running = run("--key", "100:1", "--kill-after", "4", "--ttl", "14", "--", *STUBBORN)
+    assert running.popen.stdout is not None
+    running.popen.stdout.readline()
+    ended: set[int] = set()
+    for _ in range(3):
+        [holder] = until(lambda: {lock[5] for lock in server.locks()} - ended)
+        server.sql("SELECT pg_terminate_backend(%s)", holder)
+        ended.add(holder)
+    until(lambda: {lock[5] for lock in server.locks()} - ended)
+    assert running.tree()
+    assert running.code() == 76
+
+
+@pytest.mark.event("unlocked behind our back")
+def test_key_is_taken_again_on_the_session_that_lives(run: StartRun, server: Server, make_proxy: MakeProxy) -> None:
+    """DISCARD ALL in our session: the same session takes the key again, with its settings, while the tree dies."""
+    proxy = make_proxy(server.host_and_port)
+    options = ("--key", "100:1", "--kill-after", "4", "--ttl", "14")
+    running = run(*options, "--", *STUBBORN, dsn=f"{server.dsn} host=127.0.0.1 port={proxy.port}")
+    assert running.popen.stdout is not None
+    running.popen.stdout.readline()
+    pid = backend(server)
+    proxy.inject("DISCARD ALL")
+    until(lambda: [lock for lock in server.locks() if lock[5] == pid])
+    until(lambda: "try_advisory_lock" in server.sessions()[0][2] or not running.tree())
+    assert running.tree()
+    assert running.code() == 76
+
+
 @pytest.mark.event("our backend is terminated")
 def test_who_queued_beside_a_run_that_was_lost(run: StartRun, server: Server) -> None:
     """Of three, the first gives the lock back, the second gets it and is lost: the third waits for that one's end."""
