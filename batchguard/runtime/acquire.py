@@ -257,6 +257,8 @@ class _Acquisition:
         for key in self.keys:
             lock = yield from self.try_key(key, queued, busy)
             if lock is None:
+                if taken or queued:
+                    yield from self.ask(QUERIES["announce"], [RELEASED])  # nothing was started under these
                 for other in {*taken, queued} - {None}:
                     yield from self.unlock(other)  # type: ignore[arg-type]  # None was taken out
                 return (), key
@@ -367,8 +369,9 @@ class _Acquisition:
         for pid, payload in notifications(self.session):
             if payload == RELEASED:
                 self.released.add(pid)
-            elif ours & set(payload.split()):
+            elif pid != self.identity.backend_pid and ours & set(payload.split()):
                 self.ahead.add(pid)
+                self.released.discard(pid)
 
     def is_inside(self, holders: Sequence[Holder]) -> bool:
         """Tell whether one of these is the run that this one was started in."""

@@ -119,6 +119,15 @@ def test_who_queued_starts_at_once_when_the_lock_is_given_back(run: StartRun, se
     assert first.code() == 128 + signal.SIGTERM
 
 
+def test_who_queued_does_not_take_itself_for_a_rival(run: StartRun, server: Server) -> None:
+    """While another run lives, takings are announced: a run hears its own too."""
+    other = run("--key", "200:1", "--", "sleep", "600")
+    other.command()
+    test_who_queued_starts_at_once_when_the_lock_is_given_back(run, server)
+    other.popen.terminate()
+    other.code()
+
+
 @pytest.mark.event("the server is restarted")
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
 def test_server_restarted(run: StartRun, private_server: PrivateServer, mode: str) -> None:
