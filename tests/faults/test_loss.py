@@ -119,6 +119,13 @@ def test_who_queued_starts_at_once_when_the_lock_is_given_back(run: StartRun, se
     assert first.code() == 128 + signal.SIGTERM
 
 
+def test_a_queue_moves_on_without_settling(run: StartRun, server: Server) -> None:
+    """Five runs at once, each waiting for its turn: every lock is given back, so nobody settles."""
+    queue = [run("-v", "--key", "100:1", "--settle", "auto", "--wait", "60", "--", "sleep", "0.2") for _ in range(5)]
+    assert [one.code() for one in queue] == [0] * 5
+    assert [one.err for one in queue if "starting in" in one.err] == []
+
+
 def test_who_queued_does_not_take_itself_for_a_rival(run: StartRun, server: Server) -> None:
     """While another run lives, takings are announced: a run hears its own too."""
     other = run("--key", "200:1", "--", "sleep", "600")
