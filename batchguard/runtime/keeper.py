@@ -19,7 +19,6 @@ from psycopg.conninfo import make_conninfo
 from batchguard.adapters import lock_session, process_tree, report, signals
 from batchguard.adapters.channel import Channel, CheckMark, duplicate, shut_down
 from batchguard.adapters.clock import now
-from batchguard.adapters.lock_session import keepalive_settings
 from batchguard.adapters.postgres import (
     READ,
     ConnectFailedError,
@@ -475,7 +474,7 @@ class _Keeper:
         The settings first: whatever took the lock away (DISCARD ALL) may have taken them too.
         """
         yield from pause(after_s)
-        settings = keepalive_settings(self.settings.ttl)
+        settings = lock_session.keepalive_settings(self.settings.ttl)
         yield from execute(session, QUERIES["prepare_session"], settings, now() + patience)
         for lock in self.held.locks:
             query = lock_session.lock_call(QUERIES["try_lock"], lock, self.settings.shared, first_parameter=5)

@@ -33,6 +33,7 @@ from tests.fixtures.guard import clean_environment
 from tests.fixtures.hosts import Host, Network, build_network
 from tests.fixtures.server import Workshop
 from tests.fixtures.waiting import until
+from tests.fixtures.watch import alive
 
 TIMING = Timing(check_interval=0.2, check_timeout=0.5, kill_after=0.3, ttl=7)
 HOSTS = 3
@@ -229,7 +230,7 @@ class Nemesis:
         for _, undo in due:
             undo()
         for host, deed in list(self.faulty.items()):
-            if deed.kind.endswith("killed") and not self._is_anything_left(deed):
+            if deed.kind.endswith("killed") and not alive(deed.left):
                 self._forget_fault(host)
 
     def _break_something(self) -> None:
@@ -344,9 +345,6 @@ class Nemesis:
                 self._forget_fault(run.host)
 
             self.later.append((boot_time() + seconds, go_on))
-
-    def _is_anything_left(self, deed: Deed) -> bool:
-        return any((process := process_tree.inspect(pid)) and not process.is_dead for pid in deed.left)
 
     def _forget_fault(self, host: int) -> None:
         self.faulty.pop(host).ended = boot_time()

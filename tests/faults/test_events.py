@@ -37,12 +37,8 @@ def _send(who: str, number: int) -> Cause:
     return lambda running, server, proxy: os.kill(getattr(running, who), number)
 
 
-def _terminate(running: Run, server: PrivateServer, proxy: Proxy) -> None:
-    server.sql("SELECT pg_terminate_backend(%s)", server.locks()[0][5])
-
-
 MEASURED: dict[str, tuple[Cause, int]] = {
-    "our backend is terminated": (_terminate, 76),
+    "our backend is terminated": (lambda running, server, proxy: server.terminate_holder(), 76),
     "unlocked behind our back": (
         lambda running, server, proxy: proxy.inject("SELECT pg_advisory_unlock_all()"),
         76,

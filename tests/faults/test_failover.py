@@ -208,6 +208,16 @@ def test_settling_ends(user: str, run: StartRun, make_cluster: MakeCluster, tmp_
     assert "starting in" not in following.err
 
 
+def check_only_a_plain_role_waits(run: StartRun, cluster: Cluster, folder: Path) -> None:
+    """With pg_monitor a start goes through at once; a plain role settles for the promotion."""
+    exact = start_next(run, f"{cluster.dsn} user=monitor", folder / "monitor")
+    assert exact.code() == 0
+    assert "starting in" not in exact.err
+    careful = start_next(run, f"{cluster.dsn} user=plain", folder / "plain")
+    assert careful.code() == 0
+    assert "because the server became the primary" in careful.err
+
+
 def test_a_plain_role_waits_after_each_checkpoint(run: StartRun, make_cluster: MakeCluster, tmp_path: Path) -> None:
     """Long after a promotion a checkpoint still looks like one to a plain role: it waits for nothing, but safely."""
     cluster = make_cluster()
@@ -216,12 +226,7 @@ def test_a_plain_role_waits_after_each_checkpoint(run: StartRun, make_cluster: M
     promoted = boot_time()
     until(lambda: boot_time() > promoted + WINDOW + 1, within=20)
     cluster.primary.sql("CHECKPOINT")
-    exact = start_next(run, f"{cluster.dsn} user=monitor", tmp_path / "monitor")
-    assert exact.code() == 0
-    assert "starting in" not in exact.err
-    careful = start_next(run, f"{cluster.dsn} user=plain", tmp_path / "plain")
-    assert careful.code() == 0
-    assert "because the server became the primary" in careful.err
+    check_only_a_plain_role_waits(run, cluster, tmp_path)
 
 
 def test_a_busy_promotion_settles_longer_for_a_plain_role(
@@ -240,12 +245,7 @@ def test_a_busy_promotion_settles_longer_for_a_plain_role(
     )
     assert timeline[0][0] == 1
     assert timeline[0][1].startswith("00000002")
-    exact = start_next(run, f"{cluster.dsn} user=monitor", tmp_path / "monitor")
-    assert exact.code() == 0
-    assert "starting in" not in exact.err
-    careful = start_next(run, f"{cluster.dsn} user=plain", tmp_path / "plain")
-    assert careful.code() == 0
-    assert "because the server became the primary" in careful.err
+    check_only_a_plain_role_waits(run, cluster, tmp_path)
 
 
 def token(run: StartRun, dsn: str) -> int:

@@ -101,7 +101,6 @@ def test_one_sided_reset(run: StartRun, network: Network, measure: Measure, tmp_
     host.heal()
 
     running = start_on(host, run, tmp_path / "first")
-    tree = running.tree()
     host.reset_server()
     until(lambda: not network.server.locks())
     freed = boot_time()
@@ -165,7 +164,7 @@ def test_shield_of_a_host_that_vanishes_is_given_up(run: StartRun, network: Netw
     """A host that is cut off while its shield holds the key does not keep it longer than a ttl."""
     host = network.hosts[0]
     running = start_on(host, run, tmp_path / "life", "--kill-after", "2", "--ttl", "12")
-    network.server.sql("SELECT pg_terminate_backend(%s)", network.server.locks()[0][5])
+    network.server.terminate_holder()
     until(network.server.locks)
     host.drop("to", "from")
     cut = boot_time()

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from batchguard.adapters import process_tree
+from tests.fixtures.forkers import HOPPER
 from tests.fixtures.guard import COMMAND, SHORT, Run, StartRun, clean_environment
 from tests.fixtures.proxy import MakeProxy
 from tests.fixtures.server import PrivateServer, Server
@@ -66,7 +67,7 @@ def test_backend_terminated(run: StartRun, server: Server) -> None:
     """pg_terminate_backend: TERM soon, everything dead, 76, one line."""
     running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
     tree = escaped(running)
-    server.sql("SELECT pg_terminate_backend(%s)", backend(server))
+    server.terminate_holder()
     assert running.code() == 76
     assert alive(tree) == []
     pattern = LOST % "57P01" + r"killed the command and \d processes, exit 76. Its work may be half done.\n"
@@ -238,7 +239,7 @@ def test_command_that_ignores_term_is_killed(run: StartRun, server: Server) -> N
     script = "trap '' TERM; (kill -STOP $$ &); while :; do sleep 0.1; done"
     running = run("--key", "100:1", "--", "sh", "-c", script)
     tree = [running.command()]
-    server.sql("SELECT pg_terminate_backend(%s)", backend(server))
+    server.terminate_holder()
     assert running.code() == 76
     assert alive(tree) == []
 
@@ -327,21 +328,30 @@ def test_guard_killed_before_the_command(run: StartRun, server: Server) -> None:
     assert settling.out == ""
 
 
-def test_children_that_were_there_before_us_are_spared(server: Server) -> None:
-    """`job & exec batchguard …`: when the keeper has to kill, the caller's other job is not the batch."""
-    line = f"sleep 77 & echo $!; exec {shlex.join([*COMMAND, 'run', *SHORT, '--key', '100:1', '--', 'sleep', '600'])}"
+def kill_guard_beside_a_stranger(server: Server, command: Sequence[str], below_guard: int) -> None:
+    """`job & exec batchguard …`, and the guard killed once so many live below it: 76, and the job is spared."""
+    argv = [*COMMAND, "run", *SHORT, "--key", "100:1", "--", *command]
     environment = clean_environment(BATCHGUARD_DSN=server.dsn)
     with subprocess.Popen(
-        ["bash", "-c", line], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ["bash", "-c", f"sleep 77 & echo $!; exec {shlex.join(argv)}"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     ) as popen:
         assert popen.stdout is not None
         job = int(popen.stdout.readline())
         until(server.locks)
         guard = until(lambda: [pid for pid in process_tree.children(popen.pid) if process_tree.children(pid)])[0]
+        until(lambda: len(process_tree.descendants(guard)) >= below_guard)
         os.kill(guard, signal.SIGKILL)
         assert popen.wait(10) == 76
         assert alive([job]) == [job]
         os.kill(job, signal.SIGKILL)
+
+
+def test_children_that_were_there_before_us_are_spared(server: Server) -> None:
+    """`job & exec batchguard …`: when the keeper has to kill, the caller's other job is not the batch."""
+    kill_guard_beside_a_stranger(server, ["sleep", "600"], 1)
 
 
 def kill_both(running: Run) -> None:
@@ -448,7 +458,7 @@ def test_guard_stopped_and_lock_lost(run: StartRun, server: Server) -> None:
     running = run("--key", "100:1", "--", "sh", "-c", ESCAPEES)
     tree = escaped(running)
     os.kill(running.guard, signal.SIGSTOP)
-    server.sql("SELECT pg_terminate_backend(%s)", backend(server))
+    server.terminate_holder()
     assert running.code() == 76
     assert alive(tree) == []
     assert re.match(LOST % "57P01", running.err)
@@ -480,7 +490,7 @@ def test_found_lost_after_the_command(run: StartRun, server: Server) -> None:
     until(server.locks)
     until(lambda: not running.tree())
     time.sleep(0.3)  # the command is over and rests; a tree not yet started looks the same
-    server.sql("SELECT pg_terminate_backend(%s)", backend(server))
+    server.terminate_holder()
     assert running.code() == 3
     pattern = (
         r'batchguard: 100:1 in "\w+" on [\w.]+:\d+ was found lost only after the command had ended \(exit 3\): '
@@ -545,7 +555,7 @@ def test_lost_while_settling(run: StartRun, server: Server) -> None:
     """A lock lost before the command starts: it never starts."""
     settling = run("-v", "--key", "100:1", "--settle", "30", "--", "echo", "ran")
     until(lambda: "starting in" in settling.err)
-    server.sql("SELECT pg_terminate_backend(%s)", backend(server))
+    server.terminate_holder()
     assert settling.code() == 76
     assert settling.out == ""
     assert "the command was not started" in settling.err
@@ -577,36 +587,11 @@ def test_guard_that_wakes_to_a_lock_and_its_loss(run: StartRun, server: Server) 
     assert "the command was not started" in waiting.err
 
 
-HOPPER = """
-import os, signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if os.fork() == 0:
-    while True:
-        if os.fork():
-            os._exit(0)
-        os.setsid()
-signal.pause()
-"""
-
-
 @pytest.mark.event("guard killed")
 def test_hopper_beside_children_that_were_there_before_us(server: Server) -> None:
     """A tree that hops from fork to fork, beside a stranger: the lock is free only when it is really gone."""
-    argv = [*COMMAND, "run", *SHORT, "--key", "100:1", "--", sys.executable, "-S", "-c", HOPPER]
-    line = f"sleep 77 & echo $!; exec {shlex.join(argv)}"
-    environment = clean_environment(BATCHGUARD_DSN=server.dsn)
-    with subprocess.Popen(
-        ["bash", "-c", line], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as popen:
-        assert popen.stdout is not None
-        job = int(popen.stdout.readline())
-        until(server.locks)
-        guard = until(lambda: [pid for pid in process_tree.children(popen.pid) if process_tree.children(pid)])[0]
-        until(lambda: len(process_tree.descendants(guard)) > 1)
-        os.kill(guard, signal.SIGKILL)
-        assert popen.wait(10) == 76
-        assert alive([job]) == [job]
-        os.kill(job, signal.SIGKILL)  # what hops on would be ours by now, and fail this test
+    # What hopped on would be ours afterwards, and fail this test.
+    kill_guard_beside_a_stranger(server, [sys.executable, "-S", "-c", HOPPER], 2)
 
 
 @pytest.mark.event("our backend is terminated")

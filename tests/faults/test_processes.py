@@ -14,6 +14,7 @@ import pytest
 from batchguard.adapters import process_tree
 from tests.fixtures.batch import command, read_life
 from tests.fixtures.control_group import MakeGroup
+from tests.fixtures.forkers import FORK_STORM, HOPPER
 from tests.fixtures.guard import COMMAND, SHORT, StartRun, clean_environment
 from tests.fixtures.server import Server
 from tests.fixtures.terminal import Terminal, run_on
@@ -21,32 +22,6 @@ from tests.fixtures.waiting import until
 from tests.fixtures.watch import alive
 
 EATER = "import os, sys; os.write(1, b'eating'); x = bytearray(1 << 30)"
-FORK_STORM = """
-import os, signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-while True:
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            time.sleep(0.05)
-        os._exit(0)
-"""
-HOPPER = """
-import os, signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if os.fork() == 0:
-    while True:
-        if os.fork():
-            os._exit(0)
-        os.setsid()
-signal.pause()
-"""
-
-
-def terminate(server: Server) -> None:
-    """End the session that holds the one lock."""
-    server.sql("SELECT pg_terminate_backend(%s)", server.locks()[0][5])
 
 
 # Memory, process numbers, descriptors
@@ -127,7 +102,7 @@ def test_descriptors_run_out_meanwhile(who: str, run: StartRun, server: Server, 
     until(lambda: len(running.tree()) == 2)
     tree = running.tree()
     resource.prlimit(getattr(running, who), resource.RLIMIT_NOFILE, (8, 8))  # fewer, and poll(2) itself fails
-    terminate(server)
+    server.terminate_holder()
     assert running.code() == 76
     assert alive(tree) == []
 
@@ -171,7 +146,7 @@ def test_stderr_that_takes_nothing(kind: str, run: StartRun, server: Server, tmp
     until(lambda: len(running.tree()) == 2)
     tree = running.tree()
     begun = time.monotonic()
-    terminate(server)
+    server.terminate_holder()
     assert running.code() == 76
     assert time.monotonic() - begun < 5
     assert alive(tree) == []
@@ -258,7 +233,7 @@ def test_command_that_stops_itself_when_term_arrives(run: StartRun, server: Serv
     assert running.popen.stdout is not None
     running.popen.stdout.readline()
     tree = running.tree()
-    terminate(server)
+    server.terminate_holder()
     assert running.code() == 76
     assert alive(tree) == []
 
@@ -271,7 +246,7 @@ def test_what_keeps_forking_while_it_is_killed(program: str, run: StartRun, serv
     until(lambda: len(running.tree()) > 1)
     guard = running.guard
     begun = time.monotonic()
-    terminate(server)
+    server.terminate_holder()
     assert running.code() == 76
     assert time.monotonic() - begun < 0.5 + 5
     assert alive([guard]) == []  # what it could not catch would be ours now, and fail this test
@@ -348,5 +323,5 @@ def test_terminal_that_closes_under_a_stubborn_command(
     begun = time.monotonic()
     until(lambda: time.monotonic() > begun + 3)  # longer than the longest silence
     assert server.locks()
-    terminate(server)
+    server.terminate_holder()
     assert running.code() == 76
