@@ -10,9 +10,10 @@ from datetime import datetime
 from math import ceil
 from typing import Any
 
-from batchguard.core.keys import LockKey
-from batchguard.core.messages import Holder
+from batchguard.core.holder import Holder
+from batchguard.core.keys import LockKey, key_in_pg_locks
 from batchguard.core.settle import ServerAge
+from batchguard.core.timing import LONGEST_TTL, Timing
 
 WAIT_SLICE = 2.0
 """Seconds that one statement queues for a lock: a wait keeps a snapshot, and an endless one would hold up a
@@ -94,6 +95,11 @@ def comment(facts: Mapping[str, Any]) -> str:
     return f"/* batchguard {text} */ "
 
 
+def timing_facts(timing: Timing) -> dict[str, float]:
+    """Give what others reckon with: when a tree is surely dead, and when a session is missed."""
+    return {"window_s": timing.window, "check_s": timing.check_interval, "ttl_s": timing.ttl}
+
+
 def read_comment(query: str | None) -> Mapping[str, Any]:
     """Read what `comment` wrote; nothing where it is cut off, hidden or somebody else's."""
     if not query or not query.startswith("/* batchguard {"):
@@ -137,38 +143,85 @@ def read_server_age(row: Row) -> ServerAge:
 
 
 _KINDS = {"run": "run", "shield": "run", "hold": "hold", "jobs": "jobs"}
+_OTHERS_MAY_NOT_SEE = ("since", "host", "run_id", "reason", "until", "window_s")
+"""What pg_stat_activity keeps from a role that is neither the session's nor has pg_monitor."""
+
+
+def application_name(command: str, key: str, who: str) -> str:
+    """Give the name of a session: ASCII of at most 63 bytes, of which a long list of keys must not cut off who it is.
+
+    Where `who` is empty, the host follows the key with an @, as in `batchguard run 100:1 daily_sales@bat01`.
+    """
+    prefix, who = (text.encode("ascii", "replace").decode() for text in (f"batchguard {command} ", who))
+    room = max(8, 63 - len(prefix) - len(who))
+    text = key.encode("ascii", "replace").decode()
+    return f"{prefix}{text if len(text) <= room else text[: room - 2] + '..'}{who}"[:63]
 
 
 def _moment(text: object) -> datetime | None:
     """Read a moment; None for what is none, since a comment may be anybody's."""
     try:
         return datetime.fromisoformat(str(text)).astimezone() if text else None
-    except ValueError:
+    except (ValueError, OverflowError, OSError):
         return None
 
 
+def _clock(moment: datetime | None) -> str | None:
+    """Write when something ends, with the date unless it is today's, and seconds only where there are some."""
+    if moment is None:
+        return None
+    day = "" if moment.date() == datetime.now().astimezone().date() else "%Y-%m-%d "
+    return moment.strftime(f"{day}%H:%M{':%S' if moment.second else ''} %Z")
+
+
+def printable(value: object) -> str | None:
+    """Give a text of somebody else's as one harmless line; None for what is no text."""
+    if not isinstance(value, str):
+        return None
+    return "".join(sign if sign.isprintable() else "?" for sign in value)[:300]
+
+
+def _seconds(value: object) -> float | None:
+    """Read a number of seconds; None for what is none, or could not be one of ours."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value <= LONGEST_TTL else None
+
+
 def read_holder(row: Row) -> Holder:
-    """Read one line of `holders`."""
-    pid, user, application, query, since, age, host = row
+    """Read one line of `locks`."""
+    classid, objid, objsubid, mode, granted, pid, user, *about_session = row
+    application, query, since, age, host, hidden, silent, start = about_session
     facts = read_comment(query)
+    application = printable(application)
     words = (application or "").split(" ")
     by = _KINDS.get(words[1], "other") if words[0] == "batchguard" and len(words) > 1 else "other"
-    since = facts.get("since") if by != "other" else since
-    begun = _moment(since)
-    held_s = float(age) if age is not None and by == "other" else None
-    if begun and by != "other":
-        held_s = max(0.0, (datetime.now().astimezone() - begun).total_seconds())
+    begun, held_s = _moment(since), float(age) if age is not None else None
+    if by != "other":
+        waits_unsaid = granted != "t" and not facts
+        begun = begun if waits_unsaid else _moment(facts.get("since"))
+        held_s = max(0.0, (datetime.now().astimezone() - begun).total_seconds()) if begun else None
+    until = _moment(facts.get("until"))
     return Holder(
-        pid=int(pid or 0),
-        user=user,
+        pid=None if pid is None else int(pid),
+        key=key_in_pg_locks(int(classid or 0), int(objid or 0), int(objsubid or 0)),
+        shared=mode == "ShareLock",
+        waits=granted != "t",
+        user=printable(user),
         application=application,
         by=by,
-        host=facts.get("host") or host,
+        host=printable(facts.get("host")) or host,
         since=begun.isoformat() if begun else None,
         since_clock=begun.strftime("%H:%M:%S") if begun else None,
         held_s=held_s,
-        run_id=facts.get("run_id"),
-        reason=facts.get("reason"),
-        until=facts.get("until"),
-        window_s=window if isinstance(window := facts.get("window_s"), int | float) else None,
+        run_id=printable(facts.get("run_id")),
+        reason=printable(facts.get("reason")),
+        until=until.isoformat() if until else None,
+        until_clock=_clock(until),
+        window_s=_seconds(facts.get("window_s")),
+        check_s=_seconds(facts.get("check_s")),
+        ttl_s=_seconds(facts.get("ttl_s")),
+        silent_s=float(silent) if silent is not None else None,
+        session_start=start,
+        hidden=_OTHERS_MAY_NOT_SEE if hidden == "t" else (),
     )

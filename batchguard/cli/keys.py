@@ -1,7 +1,7 @@
 """`batchguard keys` and `batchguard keys lint`: the number table."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,9 +10,9 @@ import typer
 from batchguard.cli.options import Config, Dsn, Local, Verbose, choose_dsn, load_config
 from batchguard.core.errors import ConfigError
 from batchguard.core.exit_codes import ExitCode
+from batchguard.core.holder import holder_json
 from batchguard.core.keys import KeyRange, keys_of
-from batchguard.core.messages import Holder
-from batchguard.core.number_table import Entry, Finding, NumberTable
+from batchguard.core.number_table import Finding, NumberTable
 
 app = typer.Typer(
     help="Show the number table, and find its faults.", rich_markup_mode=None, invoke_without_command=True
@@ -43,13 +43,7 @@ def keys(
     if output_format == "java":
         typer.echo(java_enum(table))
         return 0
-    holders: dict[str, Holder] = {}
-    if held:
-        from batchguard.runtime.inspect import current_holders
-
-        holders = current_holders(
-            choose_dsn(dsn, local, table), [key for entry in table.entries.values() for key in entry.keys]
-        )
+    holders = _holders(table, choose_dsn(dsn, local, table)) if held else {}
     if as_json:
         for row in rows(table, holders):
             typer.echo(json.dumps(row, ensure_ascii=False))
@@ -89,7 +83,22 @@ def lint(
     return ExitCode.OK
 
 
-def rows(table: NumberTable, holders: dict[str, Holder]) -> list[dict[str, Any]]:
+def _holders(table: NumberTable, dsn: str) -> dict[str, Mapping[str, Any]]:
+    """Ask who holds each name's key now, or the first of its keys that is held; as JSON names it."""
+    from batchguard.runtime.inspect import look_once
+
+    locks = {lock for entry in table.entries.values() for key in entry.keys for lock in keys_of(key)}
+    seen = look_once(dsn, "keys", sorted(locks, key=str))
+    held = [holder for holder in seen.holders if not holder.waits and holder.key is not None]
+    return {
+        entry.name: holder_json(holder, seen.database, seen.server, entry.name)
+        for entry in table.entries.values()
+        for holder in reversed(held)
+        if any(holder.key in keys_of(key) for key in entry.keys)
+    }
+
+
+def rows(table: NumberTable, holders: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Give the table as JSON names it, the retired numbers last."""
     live = [
         {
@@ -103,7 +112,7 @@ def rows(table: NumberTable, holders: dict[str, Holder]) -> list[dict[str, Any]]
             "settings": {name: _plain(value) for name, value in entry.settings.items()},
             "file": table.file,
             "line": entry.line,
-            "holder": _holder_of(entry, holders),
+            "holder": holders.get(entry.name),
         }
         for entry in table.entries.values()
     ]
@@ -130,17 +139,7 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-def _holder_of(entry: Entry, holders: dict[str, Holder]) -> dict[str, Any] | None:
-    from batchguard.runtime.ending import holder_json
-
-    for key in entry.keys:
-        for lock in keys_of(key):
-            if str(lock) in holders:
-                return holder_json(holders[str(lock)])
-    return None
-
-
-def text_table(table: NumberTable, holders: dict[str, Holder] | None) -> str:
+def text_table(table: NumberTable, holders: Mapping[str, Mapping[str, Any]] | None) -> str:
     """Lay the table out in columns for people."""
     lines: list[Sequence[str]] = []
     for row in rows(table, holders or {}):

@@ -78,6 +78,17 @@ def bigint(number: int) -> LockKey:
     return LockKey("bigint", (number,))
 
 
+def key_in_pg_locks(classid: int, objid: int, objsubid: int) -> LockKey:
+    """Give the key that `pg_locks` shows under these columns."""
+    if objsubid == 2:
+        return pair(_signed(classid, INT4), _signed(objid, INT4))
+    return bigint(_signed(classid << 32 | objid, INT8))
+
+
+def _signed(number: int, limits: range) -> int:
+    return number if number in limits else number - len(limits)
+
+
 def parse_numbers(text: str) -> Key | None:
     """Read a key written in numbers; None when the text is none, so that it may be a name.
 

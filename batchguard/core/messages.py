@@ -1,13 +1,13 @@
-"""Every line that a run can say, each in one place; they are part of the interface.
+"""Every line that a run says of itself, each in one place; they are part of the interface.
 
 Each says what happened, to what, and what to do. The prefix `batchguard: ` is added where it is printed.
 """
 
 from dataclasses import dataclass
-from errno import EAGAIN, EMFILE, ENFILE, ENOMEM
 from math import inf
 
 from batchguard.core.durations import format_duration
+from batchguard.core.holder import Holder, on_hold
 from batchguard.core.outcome import Ending, LostWhy
 from batchguard.core.timing import Timing
 
@@ -24,29 +24,6 @@ class Subject:
     def place(self) -> str:
         """The key and where it lives: a key excludes only within its database."""
         return f"{self.key} in {self.database}"
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Who holds a lock, as far as our role may see; durations in seconds."""
-
-    pid: int
-    user: str | None = None
-    application: str | None = None
-    by: str = "other"
-    host: str | None = None
-    since: str | None = None
-    since_clock: str | None = None
-    held_s: float | None = None
-    run_id: str | None = None
-    reason: str | None = None
-    until: str | None = None
-    window_s: float | None = None
-
-    @property
-    def title(self) -> str:
-        """The name that a batchguard session gives itself: `daily_sales@bat02`."""
-        return (self.application or "").rpartition(" ")[2] or f"backend {self.pid}"
 
 
 def lost(subject: Subject, ending: Ending, timing: Timing, sqlstate: str | None) -> str:
@@ -122,23 +99,20 @@ def skipped(subject: Subject, holder: Holder | None, exit_code: int) -> str:
     if holder is None:
         return f"skipped {subject.place}: it was held a moment ago; exit {exit_code}."
     if holder.by == "hold":
-        until = f" until {holder.until}" if holder.until else ""
-        reason = f': "{holder.reason}"' if holder.reason else ""
-        return f"skipped {subject.place}: on hold by {holder.title}{until}{reason}; exit {exit_code}."
+        return f"skipped {subject.place}: {on_hold(holder)}; exit {exit_code}."
     if holder.by == "other":
         return skipped_for_stranger(subject, holder)
     since = f" since {holder.since_clock}" if holder.since_clock else ""
     age = f"{format_duration(holder.held_s)}, " if holder.held_s is not None else ""
-    by = f"{holder.by} {holder.title}"
-    return f"skipped {subject.place}: held by {by}{since} ({age}backend {holder.pid}); exit {exit_code}."
+    return f"skipped {subject.place}: held by {holder.who}{since} ({age}{holder.backend}); exit {exit_code}."
 
 
 def skipped_for_stranger(subject: Subject, holder: Holder) -> str:
     """Say that something which is not batchguard holds the lock."""
     age = f" for {format_duration(holder.held_s)}" if holder.held_s is not None else ""
     return (
-        f'skipped {subject.place}: held{age} by "{holder.application or ""}" (user {holder.user or "unknown"}), '
-        f"which is not batchguard. See: batchguard status --key {subject.key.split()[0]}"
+        f"skipped {subject.place}: held{age} by {holder.who} (user {holder.user or 'unknown'}), "
+        f"which is not batchguard. See: batchguard status --key {holder.key or subject.key.split()[0]}"
     )
 
 
@@ -178,15 +152,6 @@ def unkillable(subject: Subject, pids: list[int]) -> str:
     )
 
 
-def pooler(subject: Subject) -> str:
-    """Refuse a pooler that shares sessions."""
-    return (
-        f"cannot guard {subject.key}: {subject.database} is reached through a pooler that shares sessions, so two runs "
-        "could both hold the lock. Connect directly; if it pools whole sessions, say so with --allow-pooler. "
-        "Not started, exit 78."
-    )
-
-
 def pooler_allowed() -> str:
     """Remind of what --allow-pooler cannot make sure."""
     return (
@@ -195,116 +160,15 @@ def pooler_allowed() -> str:
     )
 
 
-def standby(subject: Subject) -> str:
-    """Refuse a server that is not a primary."""
-    return (
-        f"cannot guard {subject.key}: {subject.host} is a standby and its locks exclude nobody. "
-        "List all hosts in the dsn, or name the primary. Not started, exit 78."
-    )
-
-
-def no_execute_right(role: str, quoted_role: str, database: str, function: str) -> str:
-    """Say which right on which function is missing, and what a DBA must run."""
-    return (
-        f'role "{role}" may not execute {function} in {database}. '
-        f"Ask a DBA: GRANT EXECUTE ON FUNCTION {function} TO {quoted_role}; Not started, exit 77."
-    )
-
-
-def no_right(subject: Subject, why: str) -> str:
-    """Say which right is missing, in the server's words."""
-    return f"cannot guard {subject.place}: {why} (42501). Ask a DBA to grant it. Not started, exit 77."
-
-
-def unreachable(key: str, host: str, why: str, *, named: bool = True) -> str:
-    """Say that the database cannot be reached; `named` is False when nobody said which database it is."""
-    advice = "To keep trying: --connect-retry 5m. Trying it out? --local"
-    if not named:
-        advice = "No database was named: --dsn, BATCHGUARD_DSN, or dsn in /etc/batchguard.toml. Trying it out? --local"
-    return f"cannot reach {host} ({why}): {key} was not run, exit 69. {advice}"
-
-
 def waiting(subject: Subject, holder: Holder, wait_s: float) -> str:
     """Say, to a person, what a wait is for."""
     limit = "" if wait_s == inf else f" for up to {format_duration(wait_s)}"
-    return f"waiting{limit} for {subject.place}: held by {holder.application or 'a session'} (backend {holder.pid})"
+    return f"waiting{limit} for {subject.place}: held by {holder.who} ({holder.backend})"
 
 
 def retrying(host: str, why: str, retry_s: float) -> str:
     """Say, to a person, that connecting goes on."""
     return f"cannot reach {host} yet ({why}); trying again for {format_duration(retry_s)}"
-
-
-def no_slot(key: str, host: str, waited_s: float) -> str:
-    """Say that the server has no connection left."""
-    return (
-        f"no connection slot free on {host} for {format_duration(waited_s)} (53300): {key} was not run, exit 69. "
-        "Raise max_connections, or see who uses them: SELECT usename, count(*) FROM pg_stat_activity GROUP BY 1"
-    )
-
-
-def lock_table_full(subject: Subject) -> str:
-    """Say that the server's lock table has no room."""
-    return (
-        f"no room in the lock table of {subject.database} (53200): {subject.key} was not run, exit 69. "
-        "Raise max_locks_per_transaction, or see who holds so many: batchguard status"
-    )
-
-
-def login_refused(key: str, host: str, why: str) -> str:
-    """Say that the server refused the login."""
-    return (
-        f"{host} refused the login ({why}): {key} was not run, exit 77. Check user and password: "
-        "~/.pgpass, the service file, or PGUSER and PGPASSWORD."
-    )
-
-
-def no_such_database(key: str, host: str, why: str) -> str:
-    """Say that the server has no such database, in the server's words."""
-    return f"{why} on {host}: {key} was not run, exit 78. Correct dbname in the dsn."
-
-
-def server_too_old(key: str, host: str, version: int) -> str:
-    """Refuse a server older than PostgreSQL 14."""
-    return (
-        f"cannot guard {key}: {host} runs PostgreSQL {version // 10000}, and 14 is the oldest that tells whether "
-        "it is a primary when a session begins. Not started, exit 78."
-    )
-
-
-def no_proc() -> str:
-    """Refuse a system on which a process tree cannot be followed, and so not be killed."""
-    return (
-        "cannot guard: /proc does not show the children of a process, so a batch could not be killed as a whole. "
-        "Mount /proc (a kernel with CONFIG_PROC_CHILDREN is needed). Not started, exit 78."
-    )
-
-
-def system_limit(key: str, number: int | None, why: str | None) -> str:
-    """Say that this host has no process, descriptor or memory left for a run; `number` is an errno."""
-    advice = {
-        EMFILE: "Raise the limit of open files: ulimit -n, or LimitNOFILE= of the unit.",
-        ENFILE: "The whole system is out of open files: see fs.file-max.",
-        EAGAIN: "Raise the limit of processes: ulimit -u, or pids.max of the control group (TasksMax= of the unit).",
-        ENOMEM: "Free memory, or raise the limit of the control group.",
-    }
-    return f"cannot guard {key}: {why}. {advice.get(number or 0, 'Look at this host.')} Not started, exit 69."
-
-
-def token_unconfirmed(subject: Subject, why: str) -> str:
-    """Say that the fencing token could not be made durable."""
-    return (
-        f"cannot guard {subject.place}: the fencing token was not made durable ({why}); is a synchronous standby "
-        "missing? Not started, exit 69."
-    )
-
-
-def short_ttl(subject: Subject, server_ttl_s: float, window_s: float) -> str:
-    """Refuse a server whose platform gives a silent session up too early."""
-    return (
-        f"unsafe timing: {subject.host} gives a silent session up after {format_duration(server_ttl_s)}, before a tree "
-        f"is surely dead ({format_duration(window_s)}): lower --check-timeout or --kill-after. Not started, exit 78."
-    )
 
 
 def settling(subject: Subject, wait_s: float, reason: str) -> str:

@@ -1,50 +1,38 @@
 """Getting the lock: connect, refuse what cannot be guarded, take the keys, make the token, decide the settling."""
 
-import os
 import random
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NoReturn
+from typing import Any
 
-from batchguard.adapters import lock_session, report
+from batchguard.adapters import lock_session
 from batchguard.adapters.clock import now, wall_time
 from batchguard.adapters.lock_session import Identity
 from batchguard.adapters.postgres import (
-    ConnectFailedError,
     Conversation,
-    FailedAttempt,
-    Row,
     Session,
     SessionEndedError,
     StatementError,
     TimedOutError,
     Wait,
-    connect,
-    execute,
-    host_text,
-    load_queries,
     notifications,
-    resolve_parameters,
-    session_parameters,
 )
-from batchguard.core import messages
-from batchguard.core.errors import ConfigError, RightsError, UnreachableError
-from batchguard.core.keys import Key, KeyRange, LockKey, bigint, keys_of, order_keys
-from batchguard.core.messages import Holder, Subject
+from batchguard.core import messages, refusals
+from batchguard.core.errors import ConfigError, UnreachableError
+from batchguard.core.holder import Holder
+from batchguard.core.keys import Key, KeyRange, LockKey, keys_of
+from batchguard.core.messages import Subject
 from batchguard.core.settings import RunRequest
 from batchguard.core.settle import ServerAge, SettleDecision, decide_settle
 from batchguard.core.timing import verify_timing
+from batchguard.runtime.access import QUERIES, Access, pause
 
-OLDEST_SERVER = 140000
-SLOT_RETRY = 10.0
-"""Seconds for which a server without a free connection is asked again: a storm of starts passes by itself."""
 SEVERAL_RETRY = 1.0
 """Seconds for which several keys are tried again: two runs may each see a lock that the other is about to give back."""
 
 RELEASED = "released"
 """What a run that gives its locks back announces; one that takes them announces their keys."""
-QUERIES = load_queries("lock")
 
 
 @dataclass(frozen=True)
@@ -92,144 +80,55 @@ def acquire(
     return (yield from _Acquisition(request, about, want_holder, outer).run())
 
 
-class _Acquisition:
+class _Acquisition(Access):
     """One attempt to get the lock; holds what its steps share."""
 
     def __init__(
         self, request: RunRequest, about: Mapping[str, Any], want_holder: bool, outer: Mapping[str, str]
     ) -> None:
-        self.request = request
-        self.settings = request.settings
+        super().__init__(
+            refusals.RUN,
+            request.settings,
+            request.dsn,
+            request.keys,
+            request.key_text,
+            lock_session.application_name("run", request.key_text, f"@{about['host']}"),
+            key_from_name=request.key_from_name,
+            waits=request.settings.wait > 0,
+            verbose=request.verbose,
+        )
         self.about = about
         self.want_holder = want_holder
         self.outer = outer
-        self.params = session_parameters(
-            resolve_parameters(request.dsn), f"batchguard run {request.key_text}@{about['host']}", self.settings.ttl
-        )
         self.began = now()
+        self.comment = lock_session.comment({**about, "since": wall_time().isoformat(timespec="milliseconds")})
         self.others_window = request.others_window
-        self.told: set[str] = set()
         self.ahead: set[int] = set()
         self.released: set[int] = set()
         self.is_listening = False
-        self.keys: tuple[Key, ...] = request.keys
-        database = self.params.get("dbname") or self.params.get("user") or ""
-        self.subject = Subject(request.key_text, _database_text(database, self.params), host_text(self.params))
 
     def run(self) -> Conversation[Held | Skipped]:
         retry_until = self.began + self.settings.connect_retry
         wait_until = -inf
         while True:
             try:
-                yield from self.open(retry_until)
+                self.is_listening = False
+                yield from self.explained(self.open(retry_until))
                 if wait_until == -inf:  # the first time: to wait is to wait for the lock
                     self.began = now()
                     wait_until = self.began + self.settings.wait
-                locks = yield from self.take(wait_until)
-                if locks is None:
-                    return (yield from self.skipped())
-                return (yield from self.held(locks))
-            except TimedOutError:
-                self.refuse_server(f"no answer within {self.patience:g}s")
-            except StatementError as error:
-                if error.sqlstate == "42501":
-                    raise RightsError(messages.no_right(self.subject, error.message)) from None
-                self.refuse_server(f"{error.sqlstate}, {error.message}")
+                return (yield from self.explained(self.get(wait_until)))
             except SessionEndedError as error:
                 # A server that restarts while we queue ends the session, not the wait.
                 retry_until = max(retry_until, min(wait_until, now() + 3600))
                 if now() >= retry_until:
                     self.refuse_server(f"the server ended the session, {error.sqlstate or 'connection closed'}")
 
-    def refuse_server(self, why: str) -> NoReturn:
-        """Say that this server does not serve."""
-        raise UnreachableError(messages.unreachable(self.subject.key, self.subject.host, why)) from None
-
-    @property
-    def patience(self) -> float:
-        return self.settings.check_timeout
-
-    def ask(self, query: str, params: Sequence[object] = ()) -> Conversation[list[Row]]:
-        return (yield from execute(self.session, query, params, now() + self.patience))
-
-    def open(self, retry_until: float) -> Conversation[None]:
-        """Connect and find out whether this server may guard at all."""
-        self.session = yield from self.connect(retry_until)
-        host = self.session.host
-        database = self.session.pgconn.db.decode("utf-8", "replace")
-        self.subject = Subject(self.request.key_text, _database_text(database, self.session.params), host)
-        version = self.session.pgconn.server_version
-        if version < OLDEST_SERVER:
-            raise ConfigError(messages.server_too_old(self.subject.key, host, version))
-        self.is_listening = False
-        yield from self.ask(QUERIES["prepare_session"], lock_session.keepalive_settings(self.settings.ttl))
-        yield from self.identify()
-
-    def connect(self, retry_until: float) -> Conversation[Session]:
-        slots_until = now() + SLOT_RETRY
-        while True:
-            try:
-                return (yield from connect(self.params, self.settings.connect_timeout))
-            except ConnectFailedError as error:
-                no_slot = any(attempt.sqlstate == "53300" for attempt in error.attempts)
-                until = max(slots_until if no_slot else -inf, retry_until)
-                if now() >= until or _is_final(error.attempts):
-                    self.refuse_connection(error.attempts)
-                last = error.attempts[-1]
-                self.tell_once("retry", messages.retrying(last.host, last.why, until - now()))
-                yield from pause(random.uniform(0.1, 0.5))
-
-    def tell_once(self, about: str, message: str) -> None:
-        """Tell a person, once, why it takes so long."""
-        if about not in self.told and (self.request.verbose or report.is_terminal()):
-            self.told.add(about)
-            report.say(message, self.settings.log_format)
-
-    def refuse_connection(self, attempts: Sequence[FailedAttempt]) -> NoReturn:
-        """Say in one line why no server can be used, the most telling reason first."""
-        key = self.subject.key
-        for attempt in attempts:
-            if attempt.needs_password or (attempt.sqlstate or "").startswith(("28", "42501")):
-                raise RightsError(messages.login_refused(key, attempt.host, attempt.why))
-            if attempt.sqlstate == "3D000":
-                raise ConfigError(messages.no_such_database(key, attempt.host, attempt.why))
-        for attempt in attempts:
-            if attempt.sqlstate == "53200":
-                raise UnreachableError(messages.lock_table_full(Subject(key, self.subject.database, attempt.host)))
-            if attempt.sqlstate == "53300":
-                raise UnreachableError(messages.no_slot(key, attempt.host, SLOT_RETRY))
-        hosts = ", ".join(dict.fromkeys(attempt.host for attempt in attempts))
-        if all(attempt.standby for attempt in attempts):
-            raise ConfigError(messages.standby(Subject(key, self.subject.database, hosts)))
-        why = "; ".join(dict.fromkeys(attempt.why for attempt in attempts))
-        named = bool(self.request.dsn) or any(name in os.environ for name in ("PGHOST", "PGHOSTADDR", "PGSERVICE"))
-        raise UnreachableError(messages.unreachable(key, hosts, why, named=named))
-
-    def identify(self) -> Conversation[None]:
-        """Learn who serves us; refuse poolers, standbys, missing rights and platforms that give up too early."""
-        written = [lock for key in self.request.keys for lock in keys_of(key)]
-        if self.request.key_from_name is not None:
-            written.append(bigint(0))
-        functions = lock_session.lock_functions(written, self.settings.shared, waits=self.settings.wait > 0)
-        rows = yield from self.ask(QUERIES["identify"], [functions, self.request.key_from_name])
-        self.identity = lock_session.read_identity(rows[0])
-        self.subject = Subject(
-            self.request.key_text, _database_text(self.identity.database, self.session.params), self.session.host
-        )
-        if self.identity.in_recovery:
-            raise ConfigError(messages.standby(self.subject))
-        if self.session.pgconn.backend_pid != self.identity.backend_pid and not self.settings.allow_pooler:
-            raise ConfigError(messages.pooler(self.subject))
-        if self.identity.lacks is not None:
-            signature = self.identity.lacks
-            role, quoted = self.identity.role, self.identity.quoted_role
-            raise RightsError(messages.no_execute_right(role, quoted, self.subject.database, signature))
-        if self.identity.server_ttl is not None and self.identity.server_ttl <= self.settings.timing.window:
-            raise ConfigError(messages.short_ttl(self.subject, self.identity.server_ttl, self.settings.timing.window))
-        if self.identity.name_hash is not None:
-            hashed = bigint(self.identity.name_hash)
-            self.keys = order_keys((*self.request.keys, hashed))
-            self.subject = Subject(f"{hashed} {self.request.key_text}", self.subject.database, self.subject.host)
+    def get(self, wait_until: float) -> Conversation[Held | Skipped]:
+        locks = yield from self.take(wait_until)
+        if locks is None:
+            return (yield from self.skipped())
+        return (yield from self.held(locks))
 
     # Taking the keys
 
@@ -273,43 +172,6 @@ class _Acquisition:
                 return lock
         return None
 
-    def try_lock(self, lock: LockKey) -> Conversation[bool]:
-        query = lock_session.lock_call(QUERIES["try_lock"], lock, self.settings.shared, first_parameter=5)
-        rows = yield from self.lock_statement(query, [self.identity.database_oid, *lock.in_pg_locks, *lock.numbers])
-        mine, pid, got = rows[0]
-        if mine == "t" or int(pid or 0) != self.identity.backend_pid:
-            raise ConfigError(messages.pooler(self.subject))
-        return got == "t"
-
-    def queue(self, lock: LockKey, wait_until: float) -> Conversation[bool]:
-        """Wait in PostgreSQL's own queue for one slice; True when the lock is ours.
-
-        A slice that ends with any error may still have got the lock, so the next try looks
-        whether it is ours before it asks again.
-        """
-        slice_s = min(lock_session.WAIT_SLICE, max(0.001, wait_until - now()))
-        query = lock_session.lock_call(QUERIES["wait_lock"], lock, self.settings.shared)
-        yield from self.ask(QUERIES["limit_waiting"], [f"{slice_s * 1000:.0f}ms"])
-        try:
-            yield from execute(self.session, query, lock.numbers, now() + slice_s + self.patience)
-            got = True
-        except StatementError as error:
-            if error.sqlstate == "53200":
-                raise UnreachableError(messages.lock_table_full(self.subject)) from None
-            got = yield from self.holds([lock])
-        yield from self.ask(QUERIES["limit_waiting"], ["0"])
-        return got
-
-    def holds(self, locks: Sequence[LockKey]) -> Conversation[bool]:
-        rows = yield from self.ask(QUERIES["check_locks"], self.check_params(locks))
-        return rows[0] == ("t", "t")
-
-    def check_params(self, locks: Sequence[LockKey]) -> list[object]:
-        return check_params(self.identity, locks, self.settings.shared)
-
-    def unlock(self, lock: LockKey) -> Conversation[None]:
-        yield from self.ask(lock_session.lock_call(QUERIES["unlock"], lock, self.settings.shared), lock.numbers)
-
     def busy_locks(self) -> Conversation[frozenset[LockKey]]:
         locks = self.all_locks()
         by_columns = {lock.in_pg_locks: lock for lock in locks}
@@ -317,23 +179,7 @@ class _Acquisition:
         columns = ((int(a or 0), int(b or 0), int(c or 0)) for a, b, c in rows)
         return frozenset(by_columns[column] for column in columns if column in by_columns)
 
-    def all_locks(self) -> list[LockKey]:
-        return [lock for key in self.keys for lock in keys_of(key)]
-
-    def lock_statement(self, query: str, params: Sequence[object]) -> Conversation[list[Row]]:
-        try:
-            return (yield from self.ask(query, params))
-        except StatementError as error:
-            if error.sqlstate == "53200":
-                raise UnreachableError(messages.lock_table_full(self.subject)) from None
-            raise
-
     # What follows
-
-    def holders(self) -> Conversation[list[Holder]]:
-        columns = lock_session.key_columns(self.all_locks())
-        rows = yield from self.ask(QUERIES["holders"], [self.identity.database_oid, *columns])
-        return [lock_session.read_holder(row) for row in rows]
 
     def note_holders(self) -> Conversation[bool]:
         """Remember the window of whoever holds the lock now: its tree may outlive its lock by that much.
@@ -402,12 +248,12 @@ class _Acquisition:
         window = max(self.settings.timing.window, self.others_window)
         settle = decide_settle(self.settings.settle, age, window, window if abandoned else None)
         slot = _slot(self.keys, locks)
-        facts = {**self.about, "since": self.taken_at, "key": self.subject.key, "window_s": self.settings.timing.window}
+        facts = {**self.about, "since": self.taken_at, **lock_session.timing_facts(self.settings.timing)}
         check_sql = lock_session.comment(facts) + QUERIES["check_locks"]
         checked_at = now()
         rows = yield from self.ask(check_sql, self.check_params(locks))
         if rows[0] != ("t", "t"):
-            raise ConfigError(messages.pooler(self.subject))
+            raise ConfigError(refusals.pooler(self.purpose, self.subject))
         return Held(
             session=self.session,
             identity=self.identity,
@@ -430,22 +276,12 @@ class _Acquisition:
             yield from self.ask(QUERIES["commit_token"])
         except TimedOutError:
             why = f"its commit was not confirmed within {self.patience:g}s"
-            raise UnreachableError(messages.token_unconfirmed(self.subject, why)) from None
+            raise UnreachableError(refusals.token_unconfirmed(self.subject, why)) from None
         except StatementError as error:
-            raise UnreachableError(messages.token_unconfirmed(self.subject, error.message)) from None
+            raise UnreachableError(refusals.token_unconfirmed(self.subject, error.message)) from None
         if self.session.warnings:
-            raise UnreachableError(messages.token_unconfirmed(self.subject, self.session.warnings[0]))
+            raise UnreachableError(refusals.token_unconfirmed(self.subject, self.session.warnings[0]))
         return str(rows[0][0])
-
-
-def check_params(identity: Identity, locks: Sequence[LockKey], shared: bool) -> list[object]:
-    """Give the parameters of `check_locks` and `busy_locks`."""
-    return [identity.database_oid, *lock_session.key_columns(locks), lock_session.lock_mode(shared)]
-
-
-def pause(seconds: float) -> Conversation[None]:
-    """Wait without anything to watch."""
-    yield Wait(-1, 0, now() + seconds)
 
 
 def _no_locks() -> Generator[Wait, int, frozenset[LockKey]]:
@@ -459,14 +295,3 @@ def _slot(keys: Sequence[Key], locks: Sequence[LockKey]) -> int | None:
         if isinstance(key, KeyRange):
             return lock.numbers[1]
     return None
-
-
-def _database_text(database: str, params: Mapping[str, str]) -> str:
-    return f'"{database}" on {host_text(params)}'
-
-
-def _is_final(attempts: Sequence[FailedAttempt]) -> bool:
-    """Tell whether trying again cannot help: a wrong password stays wrong."""
-    return all(
-        attempt.needs_password or (attempt.sqlstate or "").startswith(("28", "3D", "42")) for attempt in attempts
-    )

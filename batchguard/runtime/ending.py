@@ -10,7 +10,8 @@ from typing import Any
 from batchguard.adapters import report
 from batchguard.core import messages
 from batchguard.core.guard import exit_code
-from batchguard.core.messages import Holder, Subject
+from batchguard.core.holder import Holder, holder_json
+from batchguard.core.messages import Subject
 from batchguard.core.outcome import Ending, RunOutcome, outcome_of
 from batchguard.core.settings import RunSettings, signal_name
 
@@ -106,7 +107,7 @@ def write_files(
         "held_s": _rounded(ending.held_s),
         "lost_why": ending.lost_why.value if ending.lost_why else None,
         "lost_after_command": ending.lost_after_command,
-        "holder": holder_json(holder) if holder else None,
+        "holder": holder_json(holder, facts.database, facts.server, facts.name) if holder else None,
         "token": facts.token,
         "message": message,
     }
@@ -125,19 +126,3 @@ def write_files(
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
-
-
-def holder_json(holder: Holder) -> dict[str, Any]:
-    """Give a holder as JSON names it."""
-    return {
-        "by": holder.by,
-        "pid": holder.pid,
-        "user": holder.user,
-        "application": holder.application,
-        "host": holder.host,
-        "since": holder.since,
-        "run_id": holder.run_id,
-        "reason": holder.reason,
-        "until": holder.until,
-        "window_s": holder.window_s,
-    }

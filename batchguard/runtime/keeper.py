@@ -37,14 +37,15 @@ from batchguard.adapters.postgres import (
 )
 from batchguard.adapters.signals import CallerSignals, SignalPipe
 from batchguard.core import keeper as core
-from batchguard.core import messages
+from batchguard.core import messages, refusals
 from batchguard.core.errors import BatchguardError, SystemLimitError
 from batchguard.core.exit_codes import ExitCode, exit_code_of_signal
 from batchguard.core.guard import SUSPENDED_AFTER
 from batchguard.core.messages import Subject
 from batchguard.core.outcome import Ending, RunOutcome
 from batchguard.core.settings import RunRequest
-from batchguard.runtime.acquire import QUERIES, RELEASED, Held, Skipped, acquire, check_params, pause
+from batchguard.runtime.access import QUERIES, check_params, pause
+from batchguard.runtime.acquire import RELEASED, Held, Skipped, acquire
 from batchguard.runtime.ending import RunFacts, report_ending, write_files
 from batchguard.runtime.guard import KILL_PAUSE, LONGEST_SLEEP, RUN_VARIABLES
 
@@ -64,7 +65,7 @@ def run_keeper(request: RunRequest, channel: Channel, mark: CheckMark, caller: C
     try:
         pipe = SignalPipe(caller, (*signals.FORWARDED, signal.SIGCHLD))
     except OSError as error:
-        raise SystemLimitError(messages.system_limit(request.key_text, error.errno, error.strerror)) from None
+        raise SystemLimitError(refusals.system_limit(request.key_text, error.errno, error.strerror)) from None
     return _Keeper(request, channel, mark, pipe, guard_pid).run()
 
 
@@ -141,7 +142,7 @@ class _Keeper:
         try:
             return drive(acquisition, self.sleep_unless_interrupted)
         except OSError as error:
-            raise SystemLimitError(messages.system_limit(self.facts.subject.key, error.errno, error.strerror)) from None
+            raise SystemLimitError(refusals.system_limit(self.facts.subject.key, error.errno, error.strerror)) from None
 
     def sleep_unless_interrupted(self, wait: Wait) -> int:
         """Sleep for a conversation; a signal, or the guard's death, ends it at once."""
@@ -495,9 +496,8 @@ class _Keeper:
         The address is the one we had, so that no name has to be looked up now; the server may be
         restarting, so it is tried until it answers.
         """
-        params = session_parameters(
-            self.held.session.params, f"batchguard shield {self.request.key_text}", self.settings.ttl
-        )
+        name = lock_session.application_name("shield", self.request.key_text, "")
+        params = session_parameters(self.held.session.params, name, self.settings.ttl)
         while True:
             try:
                 self.shield_session = yield from connect(params, self.settings.check_timeout)

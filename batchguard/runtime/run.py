@@ -10,7 +10,7 @@ from typing import NoReturn
 from batchguard.adapters import child, process_tree, report, signals
 from batchguard.adapters.channel import Channel, CheckMark, open_pair
 from batchguard.adapters.signals import CallerSignals
-from batchguard.core import messages
+from batchguard.core import refusals
 from batchguard.core.errors import ConfigError, SystemLimitError
 from batchguard.core.exit_codes import ExitCode, exit_code_of_signal
 from batchguard.core.settings import RunRequest
@@ -24,7 +24,7 @@ def run(request: RunRequest) -> int:
         BatchguardError: the command was not started, and why.
     """
     if not process_tree.is_visible():
-        raise ConfigError(messages.no_proc())
+        raise ConfigError(refusals.no_proc())
     try:
         child.reserve_standard_descriptors()
         caller = signals.take_over()
@@ -33,7 +33,7 @@ def run(request: RunRequest) -> int:
         mark = CheckMark()
         guard_pid = os.fork()  # before any thread exists, and before psycopg is loaded, which only the keeper needs
     except OSError as error:
-        raise SystemLimitError(messages.system_limit(request.key_text, error.errno, error.strerror)) from None
+        raise SystemLimitError(refusals.system_limit(request.key_text, error.errno, error.strerror)) from None
     if guard_pid == 0:
         keepers_end.close()
         _be_guard(request, guards_end, mark, caller)

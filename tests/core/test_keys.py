@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchguard.core.errors import TableError
-from batchguard.core.keys import INT4, INT8, KeyRange, bigint, keys_of, order_keys, pair, parse_numbers
+from batchguard.core.keys import INT4, INT8, KeyRange, bigint, key_in_pg_locks, keys_of, order_keys, pair, parse_numbers
 
 
 @given(st.integers(INT4.start, INT4.stop - 1), st.integers(INT4.start, INT4.stop - 1))
@@ -16,6 +16,7 @@ def test_pair_reads_back(category: int, number: int) -> None:
     classid, objid, objsubid = key.in_pg_locks
     assert (classid - category) % 2**32 == (objid - number) % 2**32 == 0
     assert objsubid == 2
+    assert key_in_pg_locks(classid, objid, objsubid) == key
 
 
 @given(st.integers(INT8.start, INT8.stop - 1))
@@ -26,6 +27,7 @@ def test_bigint_reads_back(number: int) -> None:
     classid, objid, objsubid = key.in_pg_locks
     assert ((classid << 32 | objid) - number) % 2**64 == 0
     assert objsubid == 1
+    assert key_in_pg_locks(classid, objid, objsubid) == key
 
 
 def test_range() -> None:

@@ -10,7 +10,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from batchguard.adapters.lock_session import read_server_age
-from batchguard.runtime.acquire import QUERIES
+from batchguard.runtime.access import QUERIES
 from tests.fixtures.batch import Life, boot_time, command, read_life
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.guard import Run, StartRun

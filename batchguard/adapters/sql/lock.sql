@@ -131,23 +131,6 @@ SELECT pg_current_xact_id(), pg_logical_emit_message(true, 'batchguard', '')
 -- A commit that did not wait for its synchronous standby, since somebody cancelled the wait, is only a warning.
 COMMIT
 
--- name: holders
--- Who holds these locks, oldest first. What a role may not see comes back as NULL.
-SELECT pid,
-       usename,
-       application_name,
-       CASE WHEN query LIKE '/* batchguard {%' THEN query END,
-       to_json(since) #>> '{}',
-       extract(epoch FROM clock_timestamp() - since),
-       coalesce(client_hostname, host(client_addr))
-  FROM pg_locks
-  JOIN unnest($2::oid[], $3::oid[], $4::int2[]) AS key (classid, objid, objsubid)
- USING (classid, objid, objsubid)
-  LEFT JOIN (SELECT *, CASE WHEN state = 'active' THEN query_start ELSE state_change END AS since
-               FROM pg_stat_activity) AS activity USING (pid)
- WHERE locktype = 'advisory' AND database = $1::oid AND granted AND pid <> pg_backend_pid()
- ORDER BY since, pid
-
 -- name: rivals
 -- Which runs, or their shields, hold these locks in a way that excludes us.
 SELECT pid

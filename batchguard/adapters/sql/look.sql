@@ -1,0 +1,44 @@
+-- What only looks and takes no lock. A transaction pooler may sit in between: whatever is set is set for the one
+-- transaction.
+
+-- name: begin_look
+-- One view of the server, whatever the role's defaults are.
+BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY
+
+-- name: prepare_look
+-- Names mean what they should, and a look ends by itself on the server too.
+SELECT set_config('search_path', 'pg_catalog', true), set_config('statement_timeout', $1::text, true)
+
+-- name: end_look
+-- Nothing was written.
+COMMIT
+
+-- name: locks
+-- The advisory locks of this database, or only these keys: who holds them and who waits, but ourselves, oldest first.
+-- PostgreSQL does not say when a lock was taken; a session has not taken one since its last statement ended. What a
+-- role may not see is NULL. A prepared transaction has no pid.
+SELECT classid, objid, objsubid, mode, granted, pid,
+       usename,
+       application_name,
+       CASE WHEN query LIKE '/* batchguard {%' THEN query END,
+       to_json(since) #>> '{}',
+       extract(epoch FROM clock_timestamp() - since),
+       coalesce(client_hostname, host(client_addr)),
+       query = '<insufficient privilege>',
+       extract(epoch FROM clock_timestamp() - state_change),
+       to_json(backend_start) #>> '{}'
+  FROM pg_locks
+  LEFT JOIN pg_stat_activity USING (pid)
+ CROSS JOIN LATERAL (SELECT CASE WHEN NOT granted THEN coalesce(waitstart, query_start)
+                                 WHEN state = 'active' THEN query_start
+                                 ELSE state_change END AS since) AS guess
+ WHERE locktype = 'advisory'
+   AND pg_locks.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+   AND pid IS DISTINCT FROM pg_backend_pid()
+   AND ($1::oid[] IS NULL
+        OR (classid, objid, objsubid) IN (SELECT * FROM unnest($1::oid[], $2::oid[], $3::int2[])))
+ ORDER BY since, pid
+
+-- name: hash_name
+-- The key that `--key-from-name` stands for.
+SELECT hashtextextended($1::text, 0)

@@ -1,0 +1,144 @@
+"""Every line that says why a server, a role or this host does not serve; they are part of the interface.
+
+Each says what happened, to what, and what to do; `Purpose` says what was not done for it.
+"""
+
+from dataclasses import dataclass
+from errno import EAGAIN, EMFILE, ENFILE, ENOMEM
+
+from batchguard.core.durations import format_duration
+from batchguard.core.messages import Subject
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What a command came for, in the words of its refusals: `cannot guard K: … Not started, exit 78.`."""
+
+    verb: str
+    undone: str
+    closing: str
+
+    def what_was_not_done(self, key: str) -> str:
+        """Complete `cannot reach db01 (…)`, where there is a key that something was to be done with."""
+        return f": {key} {self.undone}" if self.undone else ""
+
+    def end(self, code: int) -> str:
+        """Give the last words of a refusal."""
+        return f"{self.closing}, exit {code}." if self.closing else f"Exit {code}."
+
+
+RUN = Purpose("guard", "was not run", "Not started")
+HOLD = Purpose("hold", "is not on hold", "Not on hold")
+FREE = Purpose("free", "was not freed", "Nobody was ended")
+LOOK = Purpose("look at", "", "")
+
+
+def pooler(purpose: Purpose, subject: Subject) -> str:
+    """Refuse a pooler that shares sessions."""
+    both = "two runs could both hold the lock" if purpose is RUN else "the lock could be somebody else's as well"
+    return (
+        f"cannot {purpose.verb} {subject.key}: {subject.database} is reached through a pooler that shares sessions, so "
+        f"{both}. Connect directly; if it pools whole sessions, say so with --allow-pooler. {purpose.end(78)}"
+    )
+
+
+def standby(purpose: Purpose, subject: Subject) -> str:
+    """Refuse a server that is not a primary."""
+    return (
+        f"cannot {purpose.verb} {subject.key}: {subject.host} is a standby and its locks exclude nobody. "
+        f"List all hosts in the dsn, or name the primary. {purpose.end(78)}"
+    )
+
+
+def no_execute_right(purpose: Purpose, role: str, quoted_role: str, database: str, function: str) -> str:
+    """Say which right on which function is missing, and what a DBA must run."""
+    return (
+        f'role "{role}" may not execute {function} in {database}. '
+        f"Ask a DBA: GRANT EXECUTE ON FUNCTION {function} TO {quoted_role}; {purpose.end(77)}"
+    )
+
+
+def no_right(purpose: Purpose, subject: Subject, why: str) -> str:
+    """Say which right is missing, in the server's words."""
+    return f"cannot {purpose.verb} {subject.place}: {why} (42501). Ask a DBA to grant it. {purpose.end(77)}"
+
+
+def unreachable(purpose: Purpose, key: str, host: str, why: str, *, named: bool = True) -> str:
+    """Say that the database cannot be reached; `named` is False when nobody said which database it is."""
+    advice = "To keep trying: --connect-retry 5m. Trying it out? --local" if purpose is RUN else ""
+    if not named:
+        advice = "No database was named: --dsn, BATCHGUARD_DSN, or dsn in /etc/batchguard.toml. Trying it out? --local"
+    return f"cannot reach {host} ({why}){purpose.what_was_not_done(key)}, exit 69. {advice}".rstrip()
+
+
+def no_slot(purpose: Purpose, key: str, host: str, waited_s: float) -> str:
+    """Say that the server has no connection left."""
+    return (
+        f"no connection slot free on {host} for {format_duration(waited_s)} (53300)"
+        f"{purpose.what_was_not_done(key)}, exit 69. "
+        "Raise max_connections, or see who uses them: SELECT usename, count(*) FROM pg_stat_activity GROUP BY 1"
+    )
+
+
+def lock_table_full(purpose: Purpose, subject: Subject) -> str:
+    """Say that the server's lock table has no room."""
+    return (
+        f"no room in the lock table of {subject.database} (53200){purpose.what_was_not_done(subject.key)}, exit 69. "
+        "Raise max_locks_per_transaction, or see who holds so many: batchguard status"
+    )
+
+
+def login_refused(purpose: Purpose, key: str, host: str, why: str) -> str:
+    """Say that the server refused the login."""
+    return (
+        f"{host} refused the login ({why}){purpose.what_was_not_done(key)}, exit 77. Check user and password: "
+        "~/.pgpass, the service file, or PGUSER and PGPASSWORD."
+    )
+
+
+def no_such_database(purpose: Purpose, key: str, host: str, why: str) -> str:
+    """Say that the server has no such database, in the server's words."""
+    return f"{why} on {host}{purpose.what_was_not_done(key)}, exit 78. Correct dbname in the dsn."
+
+
+def server_too_old(purpose: Purpose, key: str, host: str, version: int) -> str:
+    """Refuse a server older than PostgreSQL 14."""
+    return (
+        f"cannot {purpose.verb} {key}: {host} runs PostgreSQL {version // 10000}, and 14 is the oldest that tells "
+        f"whether it is a primary when a session begins. {purpose.end(78)}"
+    )
+
+
+def short_ttl(purpose: Purpose, subject: Subject, server_ttl_s: float, window_s: float) -> str:
+    """Refuse a server whose platform gives a silent session up too early."""
+    return (
+        f"unsafe timing: {subject.host} gives a silent session up after {format_duration(server_ttl_s)}, before a tree "
+        f"is surely dead ({format_duration(window_s)}): lower --check-timeout or --kill-after. {purpose.end(78)}"
+    )
+
+
+def token_unconfirmed(subject: Subject, why: str) -> str:
+    """Say that the fencing token could not be made durable."""
+    return (
+        f"cannot guard {subject.place}: the fencing token was not made durable ({why}); is a synchronous standby "
+        f"missing? {RUN.end(69)}"
+    )
+
+
+def no_proc() -> str:
+    """Refuse a system on which a process tree cannot be followed, and so not be killed."""
+    return (
+        "cannot guard: /proc does not show the children of a process, so a batch could not be killed as a whole. "
+        f"Mount /proc (a kernel with CONFIG_PROC_CHILDREN is needed). {RUN.end(78)}"
+    )
+
+
+def system_limit(key: str, number: int | None, why: str | None) -> str:
+    """Say that this host has no process, descriptor or memory left for a run; `number` is an errno."""
+    advice = {
+        EMFILE: "Raise the limit of open files: ulimit -n, or LimitNOFILE= of the unit.",
+        ENFILE: "The whole system is out of open files: see fs.file-max.",
+        EAGAIN: "Raise the limit of processes: ulimit -u, or pids.max of the control group (TasksMax= of the unit).",
+        ENOMEM: "Free memory, or raise the limit of the control group.",
+    }
+    return f"cannot guard {key}: {why}. {advice.get(number or 0, 'Look at this host.')} {RUN.end(69)}"
