@@ -34,8 +34,14 @@ def test_run_loads_neither_rich_nor_pydantic(server: Server) -> None:
 
 def test_help_loads_none_of_them() -> None:
     """Help needs no database and no decoration."""
-    for argv in (["--help"], ["run", "--help"], ["keys", "--help"], ["local", "--help"]):
+    for argv in (["--help"], ["run", "--help"], ["keys", "--help"], ["local", "--help"], ["status", "--help"]):
         assert not modules_after(MAIN, *argv) & (HEAVY | {"psycopg"})
+
+
+def test_rich_is_for_terminals_alone(server: Server) -> None:
+    """What goes into a pipe, or is JSON, needs no table renderer."""
+    for argv in (["status"], ["status", "--json"], ["keys", "--help"], ["hold", "--help"]):
+        assert not modules_after(MAIN, *argv, dsn=server.dsn) & HEAVY
 
 
 def test_guard_has_no_psycopg(start: StartRun) -> None:

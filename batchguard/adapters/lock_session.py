@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from math import ceil
 from typing import Any
 
@@ -190,38 +191,55 @@ def _seconds(value: object) -> float | None:
 
 def read_holder(row: Row) -> Holder:
     """Read one line of `locks`."""
-    classid, objid, objsubid, mode, granted, pid, user, *about_session = row
-    application, query, since, age, host, hidden, silent, start = about_session
+    classid, objid, objsubid, mode, granted, *of_session = row
+    return Holder(
+        key=key_in_pg_locks(int(classid or 0), int(objid or 0), int(objsubid or 0)),
+        shared=mode == "ShareLock",
+        waits=granted != "t",
+        **_read_session(granted == "t", *of_session),
+    )
+
+
+@lru_cache(maxsize=16)  # a session may hold thousands of locks
+def _read_session(
+    is_granted: bool,
+    pid: str | None,
+    user: str | None,
+    application: str | None,
+    query: str | None,
+    since: str | None,
+    age: str | None,
+    host: str | None,
+    hidden: str | None,
+    silent: str | None,
+    start: str | None,
+) -> dict[str, Any]:
     facts = read_comment(query)
     application = printable(application)
     words = (application or "").split(" ")
     by = _KINDS.get(words[1], "other") if words[0] == "batchguard" and len(words) > 1 else "other"
     begun, held_s = _moment(since), float(age) if age is not None else None
-    if by != "other":
-        waits_unsaid = granted != "t" and not facts
-        begun = begun if waits_unsaid else _moment(facts.get("since"))
+    if by != "other" and (is_granted or facts):
+        begun = _moment(facts.get("since"))
         held_s = max(0.0, (datetime.now().astimezone() - begun).total_seconds()) if begun else None
     until = _moment(facts.get("until"))
-    return Holder(
-        pid=None if pid is None else int(pid),
-        key=key_in_pg_locks(int(classid or 0), int(objid or 0), int(objsubid or 0)),
-        shared=mode == "ShareLock",
-        waits=granted != "t",
-        user=printable(user),
-        application=application,
-        by=by,
-        host=printable(facts.get("host")) or host,
-        since=begun.isoformat() if begun else None,
-        since_clock=begun.strftime("%H:%M:%S") if begun else None,
-        held_s=held_s,
-        run_id=printable(facts.get("run_id")),
-        reason=printable(facts.get("reason")),
-        until=until.isoformat() if until else None,
-        until_clock=_clock(until),
-        window_s=_seconds(facts.get("window_s")),
-        check_s=_seconds(facts.get("check_s")),
-        ttl_s=_seconds(facts.get("ttl_s")),
-        silent_s=float(silent) if silent is not None else None,
-        session_start=start,
-        hidden=_OTHERS_MAY_NOT_SEE if hidden == "t" else (),
-    )
+    return {
+        "pid": None if pid is None else int(pid),
+        "user": printable(user),
+        "application": application,
+        "by": by,
+        "host": printable(facts.get("host")) or host,
+        "since": begun.isoformat() if begun else None,
+        "since_clock": begun.strftime("%H:%M:%S") if begun else None,
+        "held_s": held_s,
+        "run_id": printable(facts.get("run_id")),
+        "reason": printable(facts.get("reason")),
+        "until": until.isoformat() if until else None,
+        "until_clock": _clock(until),
+        "window_s": _seconds(facts.get("window_s")),
+        "check_s": _seconds(facts.get("check_s")),
+        "ttl_s": _seconds(facts.get("ttl_s")),
+        "silent_s": float(silent) if silent is not None else None,
+        "session_start": start,
+        "hidden": _OTHERS_MAY_NOT_SEE if hidden == "t" else (),
+    }

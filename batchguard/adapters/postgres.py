@@ -345,6 +345,20 @@ def execute(session: Session, sql: str, params: Sequence[object] = (), until: fl
     return [row for result in results for row in _rows(session, result)]
 
 
+def finish_statement(session: Session, until: float = inf) -> Conversation[None]:
+    """Read what is left of the answer to a statement whose conversation was ended; only then is there another.
+
+    Raises:
+        SessionEndedError: the session ended before the answer.
+        TimedOutError: `until` (CLOCK_BOOTTIME) came first.
+    """
+    try:
+        while (yield from _next_result(session, until)) is not None:
+            pass
+    except OperationalError:
+        _session_ended(session)
+
+
 def _text(value: object) -> bytes:
     if isinstance(value, bool):
         return b"t" if value else b"f"
@@ -393,8 +407,8 @@ def notifications(session: Session) -> list[tuple[int, str]]:
     return found
 
 
-def watch(session: Session) -> Conversation[NoReturn]:
-    """Watch an idle session until it ends.
+def watch(session: Session, until: float = inf) -> Conversation[None]:
+    """Watch an idle session until it ends, or until `until` (CLOCK_BOOTTIME).
 
     Readable means "look", not "lost": the server also sends parameter changes and notices.
 
@@ -403,7 +417,8 @@ def watch(session: Session) -> Conversation[NoReturn]:
     """
     while True:
         try:
-            yield Wait(session.fd, READ)
+            if not (yield Wait(session.fd, READ, until)):
+                return
             session.pgconn.consume_input()
             session.pgconn.is_busy()
         except OperationalError:

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import select
+import stat
+import syslog
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +15,20 @@ from batchguard.adapters.clock import wall_time
 _STDERR = 2
 _PIPE_BUF = 4096
 _PATIENCE_MS = 200
+
+
+_system_log = False
+
+
+def leave_terminal() -> None:
+    """Close what ties us to a terminal; lines go on to stderr where that is a file, else to the system's log."""
+    global _system_log  # noqa: PLW0603 -- a process has one stderr, and this is what became of it
+    is_file = stat.S_ISREG(os.fstat(_STDERR).st_mode)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1) if is_file else (0, 1, _STDERR):
+        os.dup2(nowhere, fd)
+    os.close(nowhere)
+    _system_log = not is_file
 
 
 def say(message: str, log_format: str = "text", **facts: Any) -> None:
@@ -25,6 +41,10 @@ def say(message: str, log_format: str = "text", **facts: Any) -> None:
         line = json.dumps({"time": timestamp(), "message": message, **facts}, ensure_ascii=False)
     else:
         line = f"batchguard: {message}"
+    if _system_log:
+        syslog.openlog("batchguard", syslog.LOG_PID)
+        syslog.syslog(syslog.LOG_WARNING, message)
+        return
     data = line.encode("utf-8", "surrogateescape")[: _PIPE_BUF - 1] + b"\n"
     poll = select.poll()
     poll.register(_STDERR, select.POLLOUT)

@@ -8,7 +8,7 @@ import typer
 from typer.exceptions import TyperException
 
 from batchguard import __version__
-from batchguard.cli import keys, local, run
+from batchguard.cli import keys, local, locks, run
 from batchguard.core.errors import BatchguardError, TableError
 from batchguard.core.exit_codes import ExitCode, exit_code_of_signal
 
@@ -23,6 +23,7 @@ app = typer.Typer(
     help="Put in front of a batch so that it never runs twice at once, on any number of hosts that share a PostgreSQL.",
 )
 run.register(app)
+locks.register(app)
 keys.register(app)
 local.register(app)
 

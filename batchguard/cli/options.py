@@ -50,6 +50,16 @@ def load_config(config: str | None) -> NumberTable:
     return table
 
 
+def say_config(config: str | None, table: NumberTable, verbose: bool, log_format: str = "text") -> None:
+    """Name the config file that counts, where a person asked for it."""
+    if verbose:
+        from batchguard.adapters import report
+        from batchguard.adapters.config_file import candidate_files
+
+        searched = ", ".join(str(path) for path in candidate_files(config, os.environ))
+        report.say(f"config file: {table.file or f'none (looked for {searched})'}", log_format)
+
+
 def choose_dsn(dsn: str | None, local: bool, table: NumberTable) -> str:
     """Give the DSN that counts: the option, the environment, the config file; the embedded server where asked for.
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from batchguard.cli.options import Config, Dsn, Local, Verbose, choose_dsn, load_config
+from batchguard.cli.options import Config, Dsn, Local, Verbose, choose_dsn, load_config, say_config
 from batchguard.core.errors import UsageError
 from batchguard.core.settings import SETTING_NAMES, RunRequest, build_settings, option_of, read_setting, timing_of_table
 
@@ -152,7 +152,6 @@ def _run(
     local: bool,
     verbose: bool,
 ) -> int:
-    from batchguard.adapters import report
     from batchguard.adapters.config_file import candidate_files
     from batchguard.core.number_table import choose_keys, settings_of_others
     from batchguard.core.timing import verify_timing
@@ -174,8 +173,7 @@ def _run(
     settings = build_settings(given, chosen.settings, is_listed=bool(others))
     reckoned = others or ([table.defaults] if table.defaults else [])
     verify_timing(settings.timing)
-    if verbose:
-        report.say(f"config file: {table.file or 'none (looked for ' + ', '.join(searched) + ')'}", settings.log_format)
+    say_config(config, table, verbose, settings.log_format)
     text = " ".join(part for part in (chosen.text, key_from_name) if part)
     return run_under_lock(
         RunRequest(

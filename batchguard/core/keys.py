@@ -86,7 +86,7 @@ def key_in_pg_locks(classid: int, objid: int, objsubid: int) -> LockKey:
 
 
 def _signed(number: int, limits: range) -> int:
-    return number if number in limits else number - len(limits)
+    return number if number in limits else number - (limits.stop - limits.start)
 
 
 def parse_numbers(text: str) -> Key | None:

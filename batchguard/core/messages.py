@@ -3,11 +3,14 @@
 Each says what happened, to what, and what to do. The prefix `batchguard: ` is added where it is printed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from math import inf
 
 from batchguard.core.durations import format_duration
-from batchguard.core.holder import Holder, on_hold
+from batchguard.core.hold import Loss
+from batchguard.core.holder import Holder, describe, on_hold
 from batchguard.core.outcome import Ending, LostWhy
 from batchguard.core.timing import Timing
 
@@ -177,3 +180,181 @@ def settling(subject: Subject, wait_s: float, reason: str) -> str:
         f"{subject.place} is ours; starting in {format_duration(wait_s)}, because {reason} and a run from before may "
         "still be dying. To start at once: --settle off"
     )
+
+
+# Holds
+
+
+def cannot_hold(subject: Subject, holder: Holder | None, waited_s: float) -> str:
+    """Say who has the key that was to be held, and how to take over from them."""
+    if holder is None:
+        return f"cannot hold {subject.place}: it was held a moment ago; try again, exit 75."
+    held = describe(holder) if holder.by == "hold" else f"held by {describe(holder)}"
+    if waited_s >= 1:
+        return f"cannot hold {subject.place}: still {held} after {format_duration(waited_s)} of waiting; exit 75."
+    return f"cannot hold {subject.place}: {held}; exit 75. To take over when it ends: --wait 10m, or --wait forever"
+
+
+def now_on_hold(subject: Subject, reason: str | None, end_at: datetime | None, pid: int, *, detached: bool) -> str:
+    """Say that a hold has begun, what that means for runs, and how it ends."""
+    until = f" until {end_at:%Y-%m-%d %H:%M:%S %Z}" if end_at else ""
+    why = f': "{reason}"' if reason else ""
+    sooner = " sooner" if end_at else ""
+    end = f"kill {pid} on this host, or batchguard force-unlock" if detached else "Ctrl-C"
+    return (
+        f"{subject.place} is on hold{until}{why}. Runs that start meanwhile are skipped, not postponed. "
+        f"To end it{sooner}: {end}"
+    )
+
+
+def hold_lost(subject: Subject, loss: Loss) -> str:
+    """Say that a hold is lost for the moment, and since when."""
+    return (
+        f"lost the hold of {subject.place} at {loss.lost_at:%H:%M:%S}: {loss.why}. Runs may start until it is taken "
+        "again, as soon as the server allows."
+    )
+
+
+def hold_retry(subject: Subject, why: str) -> str:
+    """Say why a hold is not taken again yet."""
+    return f"cannot take the hold of {subject.place} again yet: {why}; trying again."
+
+
+def hold_retaken(subject: Subject, loss: Loss, at: datetime) -> str:
+    """Say between which moments runs may have started under a hold."""
+    return (
+        f"{subject.place} is on hold again since {at:%H:%M:%S}. It was lost at {loss.lost_at:%H:%M:%S} ({loss.why}): "
+        "look whether a run started in between."
+    )
+
+
+def hold_released(subject: Subject, loss: Loss) -> str:
+    """Say that somebody ended a hold: the session was ended while the server lived on."""
+    return (
+        f"the hold of {subject.place} was released by somebody at {loss.lost_at:%H:%M:%S}: its session was ended "
+        f"({loss.sqlstate}) and the server did not restart; exit 76."
+    )
+
+
+def never_on_hold(subject: Subject) -> str:
+    """Say that a hold's time was over before it began."""
+    return f"{subject.place} was never on hold: the time was over before the key was free; exit 75."
+
+
+def hold_ended_lost(subject: Subject, loss: Loss) -> str:
+    """Say that a hold ended while it was lost."""
+    return (
+        f"the hold of {subject.place} ended, but was lost at {loss.lost_at:%H:%M:%S} ({loss.why}) and not taken again: "
+        "look whether a run started since then; exit 76."
+    )
+
+
+def hold_ended(subject: Subject, held_s: float, *, was_held: bool) -> str:
+    """Say that a hold is over."""
+    if not was_held:
+        return (
+            f"the hold of {subject.place} ended after {format_duration(held_s)}, but the server did not confirm that "
+            "it was held to the end: look whether a run started."
+        )
+    return f"{subject.place} is no longer on hold, after {format_duration(held_s)}."
+
+
+# still-held
+
+
+def outside_a_run(missing: Sequence[str]) -> str:
+    """Say that still-held was called where no run has told what it holds."""
+    return (
+        f"still-held is for a batch that `batchguard run` has started; {', '.join(missing)} not set here. "
+        "sudo and su drop them, unless told to keep them: sudo --preserve-env=…"
+    )
+
+
+def strange_environment(why: str) -> str:
+    """Say that a variable does not read as a run wrote it."""
+    return f"the BATCHGUARD_ variables are not as a run wrote them: {why}"
+
+
+def cannot_tell(subject: Subject, why: str, exit_code: int) -> str:
+    """Say that the question has no answer, and that this is no yes."""
+    why = why.removesuffix(f" Exit {exit_code}.").removesuffix(f", exit {exit_code}.").removesuffix(".")
+    return f"cannot tell whether {subject.key} is still held: {why}; exit {exit_code}. Stop, or ask again."
+
+
+def cannot_see_session(pid: int) -> str:
+    """Say that the role may not see whose session that is."""
+    return (
+        f"this role may not see when backend {pid} began: use the role of the run, or GRANT pg_read_all_stats (or "
+        "pg_monitor)"
+    )
+
+
+def no_longer_held(subject: Subject, why: str) -> str:
+    """Say that the run has lost its lock."""
+    return f"{subject.place} is no longer held by this run: {why}. Stop: another run may have started; exit 76."
+
+
+# force-unlock
+
+
+def already_free(subject: Subject) -> str:
+    """Say that there is nobody to end."""
+    return f"{subject.place} is free; there is no session to end."
+
+
+def holder_changed(subject: Subject, holder: Holder) -> str:
+    """Say that what was looked at is no longer so."""
+    return (
+        f"{subject.place} is no longer held by the session that was shown ({holder.backend}): nobody was ended, "
+        f"exit 75. Look again: batchguard status --key {holder.key}"
+    )
+
+
+def held_by_prepared(subject: Subject) -> str:
+    """Say how a lock is freed that belongs to no session."""
+    return (
+        f"{subject.place} is held by a prepared transaction, which no session has: find it with SELECT gid, owner, "
+        "prepared FROM pg_prepared_xacts, and end it with ROLLBACK PREPARED 'gid'. Nobody was ended, exit 78."
+    )
+
+
+def may_not_end(subject: Subject, holder: Holder, role: str, quoted_role: str, missing: Sequence[str]) -> str:
+    """Say which rights a role needs to end a session; none would help against a superuser's."""
+    if not missing:
+        return (
+            f"cannot free {subject.place}: {holder.backend} is a superuser's session, which only a superuser may end. "
+            "Nobody was ended, exit 77."
+        )
+    return (
+        f'cannot free {subject.place}: role "{role}" may not see or end sessions of user {holder.user}. '
+        f"Ask a DBA: GRANT {', '.join(missing)} TO {quoted_role}; Nobody was ended, exit 77."
+    )
+
+
+def ended_session(subject: Subject, ended: Sequence[Holder], window_s: float) -> str:
+    """Say whom we have ended, and for how long the key is kept from those who start next."""
+    whom = ", ".join(f"{holder.who} ({holder.backend})" for holder in ended)
+    if not window_s:
+        return f"{subject.place} is free: ended {whom}."
+    return (
+        f"ended {whom}. Keeping {subject.place} for {format_duration(window_s)}, until what ran under it is surely "
+        "dead; Ctrl-C gives it back at once."
+    )
+
+
+def taken_by_next(subject: Subject, holder: Holder) -> str:
+    """Say that somebody who had been waiting has the key now."""
+    return f"{subject.place} was freed, and is held by who waited for it: {describe(holder)}."
+
+
+def not_ended(subject: Subject, holder: Holder, waited_s: float) -> str:
+    """Say that a session does not end though it was told to."""
+    return (
+        f"{subject.place}: {holder.backend} was told to end and has not after {format_duration(waited_s)}; it may be "
+        "waiting for a disk. It ends by itself when it can; look again: batchguard status. Exit 69."
+    )
+
+
+def kept_long_enough(subject: Subject) -> str:
+    """Say that a freed key is free for everybody."""
+    return f"{subject.place} is free."

@@ -1,5 +1,6 @@
 """The number table: which name has which key, what is set for it, and what is wrong with the table."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -248,13 +249,16 @@ def verify_table(table: NumberTable) -> None:
         raise TableError(f"{table.file}:{first.line}: {text}{stop}")
 
 
-def choose_keys(table: NumberTable, requested: Sequence[str], searched: Sequence[str] = ()) -> Chosen:
+def choose_keys(
+    table: NumberTable, requested: Sequence[str], searched: Sequence[str] = (), *, must_agree: bool = True
+) -> Chosen:
     """Turn the texts of `--key` into keys, by the table's names where they are no numbers.
 
     Args:
         table: the config file, or an empty table.
         requested: what was written after `--key`.
         searched: where a config file was looked for; named when a name was given and no file found.
+        must_agree: whether names that set one thing differently are refused; else the first name's settings count.
 
     Raises:
         TableError: no such key or name, a retired number, an unlisted category, or two names
@@ -279,8 +283,51 @@ def choose_keys(table: NumberTable, requested: Sequence[str], searched: Sequence
         keys=ordered,
         text=" ".join([",".join(str(key) for key in ordered), *names]),
         name=",".join(names) or None,
-        settings={**table.defaults, **_merge(entries)},
+        settings={**table.defaults, **(_merge(entries) if must_agree else _merge(entries[:1]))},
     )
+
+
+def find_keys(table: NumberTable, requested: Sequence[str], searched: Sequence[str] = ()) -> tuple[Key, ...]:
+    """Turn the texts of `--key` into keys for looking, which also a retired number or an unlisted category may be.
+
+    Raises:
+        TableError: no such key or name.
+    """
+    keys: list[Key] = []
+    for text in requested:
+        number = parse_numbers(text)
+        gone = [old.key for old in table.retired if old.name == text]
+        keys += [number] if number else gone or _named(table, text, searched).keys
+    return tuple(dict.fromkeys(keys))
+
+
+def category_keys(table: NumberTable, text: str) -> list[str]:
+    """Give the names of every key of a category, which is written as its number or its title.
+
+    Raises:
+        TableError: no key is listed there; only what the table lists can be found.
+    """
+    wanted = [number for number, title in table.categories.items() if title == text]
+    if not wanted and re.fullmatch(r"[+-]?\d+", text, re.ASCII):
+        wanted = [int(text)]
+    names = [entry.name for entry in table.entries.values() if any(key.category in wanted for key in entry.keys)]
+    if not names:
+        where = table.file or "the number table, since there is none (name one with --config)"
+        raise TableError(f'no key of category "{text}" is listed in {where}.')
+    return names
+
+
+def names_by_lock(table: NumberTable) -> dict[LockKey, str]:
+    """Give every number's name, or names where it is shared; of a retired number it is said that it is."""
+    names: dict[LockKey, list[str]] = {}
+    for entry in table.entries.values():
+        for key in entry.keys:
+            for lock in keys_of(key):
+                names.setdefault(lock, []).append(entry.name)
+    for gone in table.retired:
+        for lock in keys_of(gone.key):
+            names.setdefault(lock, []).append(f"{gone.name} (retired)")
+    return {lock: ",".join(found) for lock, found in names.items()}
 
 
 def settings_of_others(table: NumberTable, keys: Sequence[Key]) -> list[Mapping[str, Any]]:

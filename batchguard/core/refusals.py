@@ -17,20 +17,26 @@ class Purpose:
     verb: str
     undone: str
     closing: str
+    goes_on: bool = False
 
-    def what_was_not_done(self, key: str) -> str:
-        """Complete `cannot reach db01 (…)`, where there is a key that something was to be done with."""
-        return f": {key} {self.undone}" if self.undone else ""
+    def outcome(self, key: str, code: int) -> str:
+        """Complete `cannot reach db01 (…)` with what was not done to which key, and what follows."""
+        return (f": {key} {self.undone}" if self.undone else "") + f", {self.then(code)}."
+
+    def then(self, code: int) -> str:
+        """Say what follows: the end, or another try."""
+        return "trying again" if self.goes_on else f"exit {code}"
 
     def end(self, code: int) -> str:
         """Give the last words of a refusal."""
-        return f"{self.closing}, exit {code}." if self.closing else f"Exit {code}."
+        return f"{self.closing}, {self.then(code)}." if self.closing else f"Exit {code}."
 
 
 RUN = Purpose("guard", "was not run", "Not started")
 HOLD = Purpose("hold", "is not on hold", "Not on hold")
 FREE = Purpose("free", "was not freed", "Nobody was ended")
 LOOK = Purpose("look at", "", "")
+RETAKE = Purpose("hold", "is not on hold now", "Not on hold now", goes_on=True)
 
 
 def pooler(purpose: Purpose, subject: Subject) -> str:
@@ -68,37 +74,40 @@ def unreachable(purpose: Purpose, key: str, host: str, why: str, *, named: bool 
     advice = "To keep trying: --connect-retry 5m. Trying it out? --local" if purpose is RUN else ""
     if not named:
         advice = "No database was named: --dsn, BATCHGUARD_DSN, or dsn in /etc/batchguard.toml. Trying it out? --local"
-    return f"cannot reach {host} ({why}){purpose.what_was_not_done(key)}, exit 69. {advice}".rstrip()
+    return f"cannot reach {host} ({why}){purpose.outcome(key, 69)} {advice}".rstrip()
 
 
 def no_slot(purpose: Purpose, key: str, host: str, waited_s: float) -> str:
     """Say that the server has no connection left."""
     return (
         f"no connection slot free on {host} for {format_duration(waited_s)} (53300)"
-        f"{purpose.what_was_not_done(key)}, exit 69. "
+        f"{purpose.outcome(key, 69)} "
         "Raise max_connections, or see who uses them: SELECT usename, count(*) FROM pg_stat_activity GROUP BY 1"
     )
 
 
 def lock_table_full(purpose: Purpose, subject: Subject) -> str:
-    """Say that the server's lock table has no room."""
+    """Say that the server's lock table has no room, which keeps out those who look as well."""
+    see = "batchguard status"
+    if purpose is LOOK:
+        see = "in a session that is open already: SELECT pid, count(*) FROM pg_locks GROUP BY 1 ORDER BY 2 DESC"
     return (
-        f"no room in the lock table of {subject.database} (53200){purpose.what_was_not_done(subject.key)}, exit 69. "
-        "Raise max_locks_per_transaction, or see who holds so many: batchguard status"
+        f"no room in the lock table of {subject.database} (53200){purpose.outcome(subject.key, 69)} "
+        f"Raise max_locks_per_transaction, or see who holds so many: {see}"
     )
 
 
 def login_refused(purpose: Purpose, key: str, host: str, why: str) -> str:
     """Say that the server refused the login."""
     return (
-        f"{host} refused the login ({why}){purpose.what_was_not_done(key)}, exit 77. Check user and password: "
+        f"{host} refused the login ({why}){purpose.outcome(key, 77)} Check user and password: "
         "~/.pgpass, the service file, or PGUSER and PGPASSWORD."
     )
 
 
 def no_such_database(purpose: Purpose, key: str, host: str, why: str) -> str:
     """Say that the server has no such database, in the server's words."""
-    return f"{why} on {host}{purpose.what_was_not_done(key)}, exit 78. Correct dbname in the dsn."
+    return f"{why} on {host}{purpose.outcome(key, 78)} Correct dbname in the dsn."
 
 
 def server_too_old(purpose: Purpose, key: str, host: str, version: int) -> str:

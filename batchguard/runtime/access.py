@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import NoReturn, TypeVar
 
@@ -208,7 +208,9 @@ class Access:
             raise ConfigError(refusals.pooler(self.purpose, self.subject))
         return got == "t"
 
-    def queue(self, lock: LockKey, wait_until: float) -> Conversation[bool]:
+    def queue(
+        self, lock: LockKey, wait_until: float, once_sent: Callable[[], None] = lambda: None
+    ) -> Conversation[bool]:
         """Wait in PostgreSQL's own queue for one slice; True when the lock is ours.
 
         A slice that ends with any error may still have got the lock, so the next try looks
@@ -218,7 +220,8 @@ class Access:
         query = self.comment + lock_session.lock_call(QUERIES["wait_lock"], lock, self.settings.shared)
         yield from self.ask(QUERIES["limit_waiting"], [f"{slice_s * 1000:.0f}ms"])
         try:
-            yield from execute(self.session, query, lock.numbers, now() + slice_s + self.patience)
+            waiting = execute(self.session, query, lock.numbers, now() + slice_s + self.patience)
+            yield from _act_once_sent(waiting, once_sent)
             got = True
         except StatementError as error:
             if error.sqlstate == "53200":
@@ -265,6 +268,18 @@ def pause(seconds: float) -> Conversation[None]:
 def database_text(database: str, params: Mapping[str, str]) -> str:
     """Name a database and its server, as messages do."""
     return f'"{database}" on {host_text(params)}'
+
+
+def _act_once_sent(conversation: Conversation[T], act: Callable[[], None]) -> Conversation[T]:
+    """Carry on a conversation, and do something between what it says first and the answer."""
+    try:
+        wait = next(conversation)
+        act()
+        while True:
+            wait = conversation.send((yield wait))
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 def _is_final(attempts: Sequence[FailedAttempt]) -> bool:

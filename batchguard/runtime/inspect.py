@@ -12,7 +12,7 @@ from batchguard.adapters.postgres import Conversation, Row, SessionEndedError, W
 from batchguard.core import refusals
 from batchguard.core.errors import BatchguardError
 from batchguard.core.holder import Holder
-from batchguard.core.keys import LockKey
+from batchguard.core.keys import LockKey, bigint
 from batchguard.core.messages import Subject
 from batchguard.core.settings import RunSettings
 from batchguard.runtime.access import LOOK, Access, database_text
@@ -31,6 +31,8 @@ class Seen:
     server: str
     place: str
     holders: tuple[Holder, ...]
+    hashed: LockKey | None = None
+    """The key that a name stands for, where it was asked for by name."""
 
 
 class Observer(Access):
@@ -53,6 +55,20 @@ class Observer(Access):
             BatchguardError: the server cannot be reached, or does not serve.
         """
         return self.drive(self._look(keys, key_from_name))
+
+    def ask_once(self, query: str, params: Sequence[object]) -> list[Row]:
+        """Ask one thing on the same connection.
+
+        Raises:
+            BatchguardError: the server cannot be reached, or refuses.
+        """
+        return self.drive(self._ask_once(query, params))
+
+    def _ask_once(self, query: str, params: Sequence[object]) -> Conversation[list[Row]]:
+        yield from self.prepared()
+        rows = yield from self.ask(query, params)
+        yield from self.ask(LOOK["end_look"])
+        return rows
 
     def drive(self, conversation: Conversation[T]) -> T:
         """Carry on one conversation to its end; after a failure the next one opens a new connection.
@@ -89,18 +105,17 @@ class Observer(Access):
     def _look(self, keys: Sequence[LockKey] | None, key_from_name: str | None) -> Conversation[Seen]:
         yield from self.prepared()
         wanted = list(keys or ())
+        hashed = None
         if key_from_name is not None:
             rows = yield from self.ask(LOOK["hash_name"], [key_from_name])
-            wanted.append(LockKey("bigint", (int(rows[0][0] or 0),)))
+            hashed = bigint(int(rows[0][0] or 0))
+            wanted.append(hashed)
         columns: Sequence[object] = lock_session.key_columns(wanted) if wanted else (None, None, None)
         rows = yield from self.ask(LOOK["locks"], columns)
         yield from self.ask(LOOK["end_look"])
-        return self._seen(rows)
-
-    def _seen(self, rows: Sequence[Row]) -> Seen:
         database = self.session.pgconn.db.decode("utf-8", "replace")
         holders = tuple(lock_session.read_holder(row) for row in rows)
-        return Seen(database, self.session.host, self.subject.database, holders)
+        return Seen(database, self.session.host, self.subject.database, holders, hashed)
 
 
 def sleep(wait: Wait) -> int:

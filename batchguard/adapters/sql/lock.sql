@@ -57,6 +57,13 @@ SELECT extract(epoch FROM clock_timestamp() - pg_postmaster_start_time()),
        pg_control_checkpoint(),
        (SELECT ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int) AS wal (wal_timeline)
 
+-- name: incarnation
+-- What differs after a restart, a crash or a promotion, and is the same as long as a server only serves.
+SELECT to_json(pg_catalog.pg_postmaster_start_time()) #>> '{}',
+       (SELECT to_json(stats_reset) #>> '{}' FROM pg_catalog.pg_stat_bgwriter),
+       pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_lsn()), 1, 8),
+       (SELECT system_identifier FROM pg_catalog.pg_control_system())
+
 -- name: try_lock
 -- Take a lock if it is free. `mine` looks first: a backend that holds it before we ask was somebody
 -- else's a moment ago, so a pooler sits in between; and a second call would stack.

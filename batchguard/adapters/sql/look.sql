@@ -22,10 +22,10 @@ SELECT classid, objid, objsubid, mode, granted, pid,
        application_name,
        CASE WHEN query LIKE '/* batchguard {%' THEN query END,
        to_json(since) #>> '{}',
-       extract(epoch FROM clock_timestamp() - since),
+       extract(epoch FROM statement_timestamp() - since),
        coalesce(client_hostname, host(client_addr)),
        query = '<insufficient privilege>',
-       extract(epoch FROM clock_timestamp() - state_change),
+       extract(epoch FROM statement_timestamp() - state_change),
        to_json(backend_start) #>> '{}'
   FROM pg_locks
   LEFT JOIN pg_stat_activity USING (pid)
@@ -42,3 +42,37 @@ SELECT classid, objid, objsubid, mode, granted, pid,
 -- name: hash_name
 -- The key that `--key-from-name` stands for.
 SELECT hashtextextended($1::text, 0)
+
+-- name: still_held
+-- Does that very session hold all of these locks? A role that may not see when it began gets NULL for an answer.
+SELECT pg_is_in_recovery(),
+       (SELECT system_identifier FROM pg_control_system()),
+       EXISTS (SELECT FROM pg_stat_activity WHERE pid = $1::int),
+       (SELECT backend_start = $2::timestamptz FROM pg_stat_activity WHERE pid = $1::int),
+       (SELECT count(DISTINCT (classid, objid, objsubid))
+          FROM pg_locks
+          JOIN unnest($3::oid[], $4::oid[], $5::int2[]) AS key (classid, objid, objsubid)
+         USING (classid, objid, objsubid)
+         WHERE locktype = 'advisory' AND granted AND pid = $1::int
+           AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))
+
+-- name: ending_rights
+-- May we end this session? Its own role may, a member of pg_signal_backend may unless it is a superuser's.
+SELECT current_user,
+       quote_ident(current_user),
+       pg_has_role(usesysid, 'USAGE'),
+       pg_has_role('pg_signal_backend', 'USAGE'),
+       pg_has_role('pg_read_all_stats', 'USAGE'),
+       coalesce((SELECT rolsuper FROM pg_roles WHERE pg_roles.oid = usesysid), false)
+  FROM pg_stat_activity
+ WHERE pid = $1::int
+
+-- name: end_session
+-- End a session, but only if it is still the one that was looked at and still holds the lock.
+SELECT pg_terminate_backend(pid)
+  FROM pg_stat_activity
+ WHERE pid = $1::int
+   AND backend_start = $2::timestamptz
+   AND EXISTS (SELECT FROM pg_locks
+                WHERE locktype = 'advisory' AND granted AND pg_locks.pid = $1::int
+                  AND (classid, objid, objsubid) = ($3::oid, $4::oid, $5::int2))
