@@ -126,11 +126,11 @@ def read_identity(row: Row) -> Identity:
         in_recovery=in_recovery == "t",
         lacks=lacks,
         name_hash=None if name_hash is None else int(name_hash),
-        server_ttl=_milliseconds(user_timeout),
+        server_ttl=seconds_of(user_timeout),
     )
 
 
-def _milliseconds(text: str | None) -> float | None:
+def seconds_of(text: str | None) -> float | None:
     """Read tcp_user_timeout as SHOW writes it (`60s`, `1500ms`, `2min`); None where it does not count (`0`)."""
     units = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
     number = (text or "0").rstrip("abcdefghijklmnopqrstuvwxyz")

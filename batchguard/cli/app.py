@@ -8,7 +8,7 @@ import typer
 from typer.exceptions import TyperException
 
 from batchguard import __version__
-from batchguard.cli import keys, local, locks, run
+from batchguard.cli import doctor, keys, local, locks, run
 from batchguard.core.errors import BatchguardError, TableError
 from batchguard.core.exit_codes import ExitCode, exit_code_of_signal
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 run.register(app)
 locks.register(app)
+doctor.register(app)
 keys.register(app)
 local.register(app)
 

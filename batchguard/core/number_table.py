@@ -209,7 +209,8 @@ class _Reader:
                 verify_timing(RunSettings(**settings).timing)
             except BatchguardError as error:
                 self.fault(f"{path[-1]}: {str(error).removesuffix(' Not started, exit 78.')}", *path)
-                return
+                if path == ("defaults",):
+                    return  # all that say nothing else have the same fault
 
 
 def _unknown(name: str, known: frozenset[str], where: str) -> str:

@@ -44,6 +44,15 @@ class Timing:
         return checked_at + self.longest_silence
 
 
+def is_safe(timing: Timing) -> bool:
+    """Tell whether `verify_timing` accepts these numbers."""
+    try:
+        verify_timing(timing)
+    except ConfigError:
+        return False
+    return True
+
+
 def verify_timing(timing: Timing) -> None:
     """Refuse numbers with which the server could free a lock while its tree still lives.
 

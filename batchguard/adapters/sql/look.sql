@@ -76,3 +76,34 @@ SELECT pg_terminate_backend(pid)
    AND EXISTS (SELECT FROM pg_locks
                 WHERE locktype = 'advisory' AND granted AND pg_locks.pid = $1::int
                   AND (classid, objid, objsubid) = ($3::oid, $4::oid, $5::int2))
+
+-- name: diagnose
+-- What the server says of itself, of us and of our role, before anything is set.
+SELECT current_user,
+       quote_ident(current_user),
+       (SELECT system_identifier FROM pg_control_system()),
+       current_setting('server_version'),
+       NOT pg_is_in_recovery(),
+       pg_backend_pid(),
+       (SELECT json_agg(f ORDER BY place) FROM unnest($1::text[]) WITH ORDINALITY AS functions (f, place)
+         WHERE NOT has_function_privilege(f, 'EXECUTE')),
+       pg_has_role('pg_monitor', 'USAGE'),
+       pg_has_role('pg_signal_backend', 'USAGE'),
+       inet_server_addr() IS NULL,
+       extract(epoch FROM clock_timestamp()),
+       current_setting('synchronous_standby_names'),
+       (SELECT count(*) FROM pg_stat_replication WHERE sync_state IN ('sync', 'quorum'))
+
+-- name: defaults
+-- What the session was given without asking, and by whom.
+SELECT name, pg_catalog.current_setting(name), source
+  FROM pg_catalog.pg_settings
+ WHERE name OPERATOR(pg_catalog.=) ANY ($1::text[])
+ ORDER BY name
+
+-- name: keepalive
+-- What the platform made of the keepalive settings; 0 where it does not know them.
+SELECT current_setting('tcp_user_timeout'),
+       (SELECT setting::float FROM pg_settings WHERE name = 'tcp_keepalives_idle')
+         + (SELECT setting::float FROM pg_settings WHERE name = 'tcp_keepalives_interval')
+         * (SELECT setting::float FROM pg_settings WHERE name = 'tcp_keepalives_count')
