@@ -196,13 +196,12 @@ def read_holder(row: Row) -> Holder:
         key=key_in_pg_locks(int(classid or 0), int(objid or 0), int(objsubid or 0)),
         shared=mode == "ShareLock",
         waits=granted != "t",
-        **_read_session(granted == "t", *of_session),
+        **_read_session(*of_session),
     )
 
 
 @lru_cache(maxsize=16)  # a session may hold thousands of locks
 def _read_session(
-    is_granted: bool,
     pid: str | None,
     user: str | None,
     application: str | None,
@@ -219,7 +218,7 @@ def _read_session(
     words = (application or "").split(" ")
     by = _KINDS.get(words[1], "other") if words[0] == "batchguard" and len(words) > 1 else "other"
     begun, held_s = _moment(since), float(age) if age is not None else None
-    if by != "other" and (is_granted or facts):
+    if by != "other":  # what the server knows of it is the end of its last statement, or the begin of a slice
         begun = _moment(facts.get("since"))
         held_s = max(0.0, (datetime.now().astimezone() - begun).total_seconds()) if begun else None
     until = _moment(facts.get("until"))
@@ -241,5 +240,5 @@ def _read_session(
         "ttl_s": _seconds(facts.get("ttl_s")),
         "silent_s": float(silent) if silent is not None else None,
         "session_start": start,
-        "hidden": _OTHERS_MAY_NOT_SEE if hidden == "t" else (),
+        "hidden": tuple(name for name in _OTHERS_MAY_NOT_SEE if name != "since" or not begun) if hidden == "t" else (),
     }

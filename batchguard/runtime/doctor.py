@@ -58,9 +58,7 @@ class Named:
 def examine_host(*, in_cron: bool, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     """Look at this host: whether a process tree can be followed, and, in cron's environment, whether it finds us."""
     if process_tree.is_visible():
-        yield Diagnosis(
-            "proc", "ok", "/proc", "shows the children of a process, so that a batch can be killed as a whole"
-        )
+        yield Diagnosis("proc", "ok", "/proc", "shows a process's children: a batch can be killed as a whole")
     else:
         yield Diagnosis(
             "proc",

@@ -114,6 +114,7 @@ def test_what_a_plain_role_may_not_see(status: Any, server: Server, role: str) -
         assert (row["application"], row["since"], row["state"]) == ("psql", None, "held")
         _, lines = status(dsn=dsn)
         assert lines[1].endswith("; since, host, run_id, reason, until, window_s hidden: needs pg_monitor")
+        assert lines[1].count("since") == 1
         server.sql(f"GRANT pg_monitor TO {role}")
         _, [row] = status("--json", dsn=dsn)
         assert row["hidden"] == []
