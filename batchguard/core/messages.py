@@ -171,7 +171,8 @@ def waiting(subject: Subject, holder: Holder, wait_s: float) -> str:
 
 def retrying(host: str, why: str, retry_s: float) -> str:
     """Say, to a person, that connecting goes on."""
-    return f"cannot reach {host} yet ({why}); trying again for {format_duration(retry_s)}"
+    limit = "" if retry_s == inf else f" for {format_duration(retry_s)}"
+    return f"cannot reach {host} yet ({why}); trying again{limit}"
 
 
 def settling(subject: Subject, wait_s: float, reason: str) -> str:

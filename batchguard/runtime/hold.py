@@ -16,6 +16,8 @@ from datetime import datetime, timedelta
 from math import inf
 from typing import NoReturn
 
+from psycopg import OperationalError
+
 from batchguard.adapters import lock_session, report, signals
 from batchguard.adapters.clock import now, wall_time
 from batchguard.adapters.postgres import (
@@ -179,14 +181,22 @@ class _Hold(Access):
 
     def take(self) -> Conversation[Busy | None]:
         """Take every key, waiting for each as long as was asked; give them all back when one is not to be had."""
-        yield from self.explained(self.open(now() + self.settings.connect_retry))
         began = now()
         wait_until = began + self.request.wait_s
-        busy = yield from self.explained(self.take_all(wait_until))
-        if busy:
-            holder = (yield from self.explained(self.holders()))[:1]
-            self.session.close()
-            return Busy(holder[0] if holder else None, now() - began)
+        retry_until = began + self.settings.connect_retry
+        while True:
+            try:
+                yield from self.explained(self.open(retry_until))
+                if (yield from self.explained(self.take_all(wait_until))):
+                    holder = (yield from self.explained(self.holders()))[:1]
+                    self.session.close()
+                    return Busy(holder[0] if holder else None, now() - began)
+                break
+            except SessionEndedError:
+                if now() >= wait_until:
+                    raise
+                retry_until = wait_until  # a server that restarts while we wait ends the session, not the wait
+                yield from pause(RETAKE_PAUSE)
         self.taken_at = self.since = wall_time()
         if self.request.for_s is not None:
             self.end = now() + self.request.for_s
@@ -273,7 +283,7 @@ class _Hold(Access):
             except SessionEndedError as error:
                 self.tell_each(messages.hold_lost(self.subject, loss))
                 self.tell_each(messages.hold_retry(self.subject, f"the new session ended too, {error.sqlstate}"))
-            except BatchguardError as error:
+            except (BatchguardError, OSError, OperationalError) as error:  # the system may be short of descriptors
                 self.tell_each(messages.hold_lost(self.subject, loss))
                 self.tell_each(str(error))
             else:

@@ -137,6 +137,19 @@ def test_waits_only_as_long_as_it_would_hold(hold: StartRun, server: Server) -> 
     assert "was never on hold: the time was over before the key was free" in held.err
 
 
+def test_wait_outlives_a_restart(hold: StartRun, private_server: PrivateServer) -> None:
+    """The server restarts under a wait: the wait goes on."""
+    with private_server.connect() as psql:
+        psql.execute("SELECT pg_advisory_lock(100, 1)")
+        held = hold("-v", "--key", "100:1", "--wait", "forever", dsn=private_server.dsn)
+        until(lambda: "waiting for" in held.err)
+        private_server.stop("fast")
+        until(lambda: "trying again\n" in held.err)
+        private_server.start()
+    until(lambda: is_on_hold(held))
+    assert end(held) == 0
+
+
 def test_interrupted_while_waiting(hold: StartRun, server: Server) -> None:
     """Nothing was held: gone at once, 128+n."""
     with server.connect() as psql:
