@@ -356,6 +356,15 @@ def not_ended(subject: Subject, holder: Holder, waited_s: float) -> str:
     )
 
 
+def not_kept(subject: Subject, ended: Sequence[Holder], why: str) -> str:
+    """Say that our own session was lost before what ran under the key is surely dead."""
+    whom = f"ended {', '.join(holder.who for holder in ended)}, but did" if ended else "did"
+    return (
+        f"{whom} not keep {subject.place} ({why}): a run may start beside a batch that is still dying, exit 69. "
+        "Look: batchguard status"
+    )
+
+
 def kept_long_enough(subject: Subject) -> str:
     """Say that a freed key is free for everybody."""
     return f"{subject.place} is free."

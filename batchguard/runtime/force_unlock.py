@@ -10,7 +10,16 @@ from math import inf
 
 from batchguard.adapters import lock_session, report
 from batchguard.adapters.clock import now, wall_time
-from batchguard.adapters.postgres import Conversation, SessionEndedError, TimedOutError, Wait, drive, execute, watch
+from batchguard.adapters.postgres import (
+    Conversation,
+    SessionEndedError,
+    StatementError,
+    TimedOutError,
+    Wait,
+    drive,
+    execute,
+    watch,
+)
 from batchguard.core import messages, refusals
 from batchguard.core.errors import ConfigError, RightsError, UnreachableError
 from batchguard.core.exit_codes import ExitCode
@@ -86,6 +95,7 @@ class _Freeing(Access):
         self.observer = observer
         self.host = os.uname().nodename
         self.is_open = False
+        self.ended: list[Holder] = []
         super().__init__(
             refusals.FREE,
             replace(request.settings, shared=False),
@@ -112,10 +122,13 @@ class _Freeing(Access):
             report.say(messages.holder_changed(self.subject, self.request.holders[0]))
             return ExitCode.SKIPPED
         except SessionEndedError as error:
-            self.refuse_server(f"the server ended the session, {error.sqlstate or 'connection closed'}")
+            raise UnreachableError(messages.not_kept(self.subject, self.ended, error.sqlstate or "no answer")) from None
         if not got:
             return self.freed_without_us()
-        report.say(messages.ended_session(self.subject, self.request.holders, window))
+        if not self.ended:
+            report.say(messages.already_free(self.subject))
+            return ExitCode.OK
+        report.say(messages.ended_session(self.subject, self.ended, window))
         return self.keep(window)
 
     def window(self) -> float:
@@ -164,9 +177,10 @@ class _Freeing(Access):
     def end_holders(self) -> None:
         for holder in self.request.holders:
             columns = self.request.lock.in_pg_locks
-            rows = self.observer.ask_once(LOOK["end_session"], [holder.pid, holder.session_start, *columns])
-            if not rows:
-                raise _ChangedError
+            if self.observer.ask_once(LOOK["end_session"], [holder.pid, holder.session_start, *columns]):
+                self.ended.append(holder)
+        if not self.ended:
+            raise _ChangedError
 
     def freed_without_us(self) -> int:
         """Say what became of a key that we do not keep."""
@@ -178,7 +192,7 @@ class _Freeing(Access):
         if holders:
             report.say(messages.taken_by_next(self.subject, holders[0]))
         else:
-            report.say(messages.ended_session(self.subject, self.request.holders, 0.0))
+            report.say(messages.ended_session(self.subject, self.ended, 0.0))
         return ExitCode.OK
 
     def holders_now(self) -> list[Holder]:
@@ -205,8 +219,8 @@ class _Freeing(Access):
         with contextlib.suppress(KeyboardInterrupt):
             try:
                 drive(self.check_until(until), sleep)
-            except (SessionEndedError, TimedOutError) as error:
-                self.refuse_server(f"the key was not kept to the end: {error}")
+            except (SessionEndedError, TimedOutError, StatementError) as error:
+                raise UnreachableError(messages.not_kept(self.subject, self.ended, str(error))) from None
             drive(self.unlock(self.request.lock), sleep)
         self.close()
         report.say(messages.kept_long_enough(self.subject))
