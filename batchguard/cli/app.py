@@ -1,5 +1,7 @@
 """The command line as a whole: the commands, and the one place where an error becomes an exit code."""
 
+import io
+import signal
 import sys
 import traceback
 from typing import Annotated
@@ -47,6 +49,9 @@ def top(
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and give its exit code; every error a user can cause is one line on stderr."""
+    # A letter that the terminal does not know must not end us: what sessions say of themselves is in any language.
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it is None where the caller has closed it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(args=argv, prog_name="batchguard", standalone_mode=False)
     except TyperException as error:
@@ -57,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(str(error), error.exit_code, error.log_format)
     except (KeyboardInterrupt, typer.Abort):
         return exit_code_of_signal(2)
+    except SystemExit:  # typer's for a broken pipe (`status | head`), with a 1 that would mean "held"
+        return exit_code_of_signal(signal.SIGPIPE)
     except OSError as error:
         return _fail(f"the system refused: {error.strerror} {error.filename or ''}".rstrip(), ExitCode.SOFTWARE)
     except Exception as error:

@@ -92,7 +92,10 @@ def _become_cron(*, as_json: bool, dsn: str | None, config: str | None, local: b
     """Start again with the environment that cron gives a job (crontab(5)), in the home folder."""
     import pwd
 
-    me = pwd.getpwuid(os.getuid())
+    try:
+        me = pwd.getpwuid(os.getuid())
+    except KeyError:
+        raise UsageError(f"--as-cron: user id {os.getuid()} has no account, so cron runs nothing for it") from None
     environment = {"HOME": me.pw_dir, "LOGNAME": me.pw_name, "SHELL": "/bin/sh", "PATH": "/usr/bin:/bin"}
     options = ["--in-cron-environment", *["--json"] * as_json, *["--local"] * local]
     options += [word for name, value in (("--dsn", dsn), ("--config", config)) if value for word in (name, value)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from batchguard.cli.options import Config, Dsn, Local, Verbose, choose_dsn, load_config, say_config
+from batchguard.cli.options import Config, Dsn, Local, Verbose, choose_dsn, load_config, say_config, verify_key_name
 from batchguard.core.durations import parse_duration
 from batchguard.core.errors import BatchguardError, UsageError
 from batchguard.core.exit_codes import ExitCode
@@ -66,6 +66,7 @@ def status(
     from batchguard.runtime.inspect import Observer
 
     pause_s = _pause(watch)
+    verify_key_name(key_from_name)
     table = load_config(config)
     say_config(config, table, verbose)
     wanted = wanted_locks(table, config, key or ())
@@ -226,6 +227,7 @@ def hold(
         raise UsageError("--for and --until both say when it ends; give one of them")
     if not key and key_from_name is None and not category:
         raise UsageError("which key? Give --key 100:1 or a name, or --all CATEGORY")
+    verify_key_name(key_from_name)
     for_s = read_option("--for", for_, parse_duration)
     if for_s == 0:
         raise UsageError("--for 0 would end before it began")
@@ -334,6 +336,7 @@ def force_unlock(
 
     if not key and key_from_name is None:
         raise UsageError("which key? Give --key 100:1 or a name")
+    verify_key_name(key_from_name)
     table = load_config(config)
     say_config(config, table, verbose)
     wanted = wanted_locks(table, config, key or ())

@@ -36,6 +36,16 @@ Verbose = Annotated[
 ]
 
 
+def verify_key_name(text: str | None) -> None:
+    """Refuse what the server cannot hash: bytes that are no characters, and novels.
+
+    Raises:
+        UsageError: it is neither None nor up to 1000 printable characters.
+    """
+    if text is not None and not (text.isprintable() and 0 < len(text) <= 1000):
+        raise UsageError("--key-from-name takes up to 1000 characters of text, in the encoding of the terminal")
+
+
 def load_config(config: str | None) -> NumberTable:
     """Read the config file that counts.
 

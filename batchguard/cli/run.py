@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from batchguard.cli.options import Config, Dsn, Local, Verbose, choose_dsn, load_config, say_config
+from batchguard.cli.options import Config, Dsn, Local, Verbose, choose_dsn, load_config, say_config, verify_key_name
 from batchguard.core.errors import UsageError
 from batchguard.core.settings import SETTING_NAMES, RunRequest, build_settings, option_of, read_setting, timing_of_table
 
@@ -163,8 +163,7 @@ def _run(
         if any(word.startswith("--key") for word in command):
             raise UsageError("--key stands after the command; options go before it")
         raise UsageError("which lock? Give --key 100:1 (a category and a number of your own choice) or a name")
-    if key_from_name is not None and not is_name(key_from_name):
-        raise UsageError("--key-from-name takes up to 1000 characters of text, in the encoding of the terminal")
+    verify_key_name(key_from_name)
     given = {name: _read(name, value) for name, value in options.items()}
     table = load_config(config)
     searched = [str(path) for path in candidate_files(config, os.environ)]
@@ -188,11 +187,6 @@ def _run(
             verbose=verbose,
         )
     )
-
-
-def is_name(text: str) -> bool:
-    """Tell whether a text can be hashed on the server: no bytes that are no characters, and not a novel."""
-    return text.isprintable() and 0 < len(text) <= 1000
 
 
 def _read(name: str, value: Any) -> Any:

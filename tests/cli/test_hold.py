@@ -15,6 +15,7 @@ from psycopg.conninfo import make_conninfo
 from batchguard.adapters import process_tree
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.guard import COMMAND, Run, StartRun, clean_environment
+from tests.fixtures.pooler import MakePooler
 from tests.fixtures.proxy import MakeProxy
 from tests.fixtures.server import PrivateServer, Server
 from tests.fixtures.terminal import Terminal
@@ -352,6 +353,37 @@ def test_errors(hold: StartRun, arguments: list[str], code: int, message: str) -
     assert refused.code() == code
     assert refused.err.startswith(f"batchguard: {message}")
     assert refused.err.count("\n") == 1
+
+
+def test_transaction_pooler(
+    hold: StartRun, start: StartRun, table: str, make_pooler: MakePooler, server: Server
+) -> None:
+    """Through a pooler that shares sessions neither a hold nor a freed key would be ours."""
+    pooled = make_pooler("transaction")
+    refused = hold("--key", "100:1", dsn=pooled.dsn)
+    assert refused.code() == 78
+    assert re.search(r"cannot hold 100:1 .* say so with --allow-pooler\. Not on hold, exit 78\.\n$", refused.err)
+    with server.connect() as psql:
+        psql.execute("SELECT pg_advisory_lock(100, 1)")
+        refused = start("force-unlock", "--config", table, "--key", "100:1", "--yes", dsn=pooled.dsn)
+        assert refused.code() == 78
+        assert refused.err.endswith("say so with --allow-pooler. Nobody was ended, exit 78.\n")
+        assert psql.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_session_pooler(hold: StartRun, make_pooler: MakePooler) -> None:
+    """With the operator's word for it."""
+    held = hold("--key", "100:1", "--allow-pooler", dsn=make_pooler("session").dsn)
+    until(lambda: is_on_hold(held))
+    assert end(held) == 0
+
+
+def test_standby(hold: StartRun, make_cluster: Callable[..., Cluster]) -> None:
+    """Its locks exclude nobody."""
+    refused = hold("--key", "100:1", dsn=make_cluster().standby.dsn)
+    assert refused.code() == 78
+    assert "is a standby and its locks exclude nobody" in refused.err
+    assert refused.err.endswith("Not on hold, exit 78.\n")
 
 
 def test_role_without_rights(hold: StartRun, server: Server, role: str) -> None:

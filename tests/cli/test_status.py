@@ -345,6 +345,7 @@ def test_ten_thousand_locks(status: Any, workshop: Workshop) -> None:
     [
         (["--watch", "soon"], 64, '--watch: "soon" is not a duration'),
         (["--watch", "0"], 64, "--watch: 0.1s is the shortest"),
+        (["--key-from-name", "a\nb"], 64, "--key-from-name takes up to 1000 characters of text"),
         (["--key", "100"], 78, 'key "100" is one number'),
         (["--key", "daily"], 78, '"daily" is neither a key such as 100:1 nor a known name'),
         (["--dsn", "host=127.0.0.1 port=1"], 69, "cannot reach 127.0.0.1:1 (connection refused), exit 69."),
@@ -356,6 +357,26 @@ def test_errors(start: StartRun, arguments: list[str], code: int, message: str) 
     assert shown.code() == code
     assert shown.err.startswith(f"batchguard: {message}")
     assert shown.err.count("\n") == 1
+
+
+def test_reader_that_has_seen_enough(start: StartRun, server: Server) -> None:
+    """Status | head: the end of the pipe is the end, without a word."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    shown = start("status", stdout=write_end)
+    os.close(write_end)
+    assert shown.code() == 141
+    assert shown.err == ""
+
+
+def test_terminal_of_another_encoding(start: StartRun, server: Server) -> None:
+    """A letter that cannot be shown is written as a number."""
+    with server.connect(application_name="batchguard hold 100:1 a@b") as psql:
+        psql.execute("SELECT pg_advisory_lock(100, 1)")
+        psql.execute('/* batchguard {"reason":"移行"} */ SELECT 1')
+        shown = start("status", env={"PYTHONIOENCODING": "latin-1"})
+        assert shown.code() == 0
+    assert '"\\u79fb\\u884c"' in shown.out
 
 
 def test_names_the_config_file(start: StartRun, table: str) -> None:
