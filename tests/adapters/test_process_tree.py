@@ -75,6 +75,43 @@ def test_a_tree_that_keeps_forking_is_caught() -> None:
         assert popen.returncode == 0
 
 
+CHANGES_PARENTS = """
+import os, random, signal, time
+from batchguard.adapters import process_tree
+process_tree.become_subreaper()
+missed = 0
+for _ in range(600):
+    ready, tell = os.pipe()
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os.write(tell, b"x")
+            time.sleep(60)
+        for _ in range(random.randrange(3000)):
+            pass
+        os._exit(0)
+    os.read(ready, 1)
+    process_tree.signal_tree(os.getpid(), signal.SIGTERM)
+    deadline = time.monotonic() + 2
+    while process_tree.has_children() and time.monotonic() < deadline:
+        process_tree.reap()
+        time.sleep(0.0005)
+    missed += process_tree.has_children()
+    while process_tree.has_children():
+        process_tree.kill_tree(os.getpid())
+        process_tree.reap()
+    os.close(ready)
+    os.close(tell)
+print(missed)
+"""
+
+
+@pytest.mark.slow
+def test_who_changes_its_parent_is_signalled() -> None:
+    """A process whose parent ends while the tree is looked at, as setsid(1) does, gets the signal all the same."""
+    done = subprocess.run([sys.executable, "-c", CHANGES_PARENTS], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+
+
 def test_stopped_processes_act_on_the_signal() -> None:
     """TERM is followed by CONT, so that a stopped process dies of it."""
     popen = subprocess.Popen([sys.executable, "-c", ADOPTER, "kill -STOP $$; exit 0"], stdin=subprocess.PIPE)
