@@ -339,6 +339,7 @@ def execute(session: Session, sql: str, params: Sequence[object] = (), until: fl
         results = []
         # All of them, an error's successor too: a session with an unread result takes no other statement.
         while (result := (yield from _next_result(session, until))) is not None:
+            _note_last_word(session, result)
             results.append(result)
     except OperationalError:
         _session_ended(session)
@@ -353,8 +354,8 @@ def finish_statement(session: Session, until: float = inf) -> Conversation[None]
         TimedOutError: `until` (CLOCK_BOOTTIME) came first.
     """
     try:
-        while (yield from _next_result(session, until)) is not None:
-            pass
+        while (result := (yield from _next_result(session, until))) is not None:
+            _note_last_word(session, result)
     except OperationalError:
         _session_ended(session)
 
@@ -379,6 +380,12 @@ def _next_result(session: Session, until: float) -> Conversation[pq.PGresult | N
     return session.pgconn.get_result()
 
 
+def _note_last_word(session: Session, result: pq.PGresult) -> None:
+    """Keep why the server ends the session: what follows is a broken connection, which has no reason."""
+    if (result.error_field(86) or b"") in (b"FATAL", b"PANIC"):  # PG_DIAG_SEVERITY_NONLOCALIZED
+        session.last_sqlstate = (result.error_field(67) or b"").decode()
+
+
 def _rows(session: Session, result: pq.PGresult) -> list[Row]:
     if result.status in (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK):
         return [
@@ -389,8 +396,7 @@ def _rows(session: Session, result: pq.PGresult) -> list[Row]:
             for row in range(result.ntuples)
         ]
     sqlstate = (result.error_field(67) or b"").decode()
-    if session.pgconn.status == ConnStatus.BAD or (result.error_field(86) or b"") in (b"FATAL", b"PANIC"):
-        session.last_sqlstate = sqlstate or session.last_sqlstate
+    if session.pgconn.status == ConnStatus.BAD or session.last_sqlstate:
         _session_ended(session)
     raise StatementError(sqlstate, (result.error_field(77) or b"").decode("utf-8", "replace"))
 
