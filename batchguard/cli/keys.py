@@ -141,24 +141,16 @@ def _plain(value: Any) -> Any:
 
 def text_table(table: NumberTable, holders: Mapping[str, Mapping[str, Any]] | None) -> str:
     """Lay the table out in columns for people."""
+    from batchguard.cli.listing import plain
+
     lines: list[Sequence[str]] = []
     for row in rows(table, holders or {}):
-        about = row["description"] or ""
-        if row["retired"]:
-            about = "retired"
+        about = "retired" if row["retired"] else row["description"] or ""
         settings = " ".join(f"{name}={value}" for name, value in row["settings"].items())
-        held = (
-            [row["holder"]["application"] if row["holder"] else "free"]
-            if holders is not None and not row["retired"]
-            else []
-        )
+        holder = row["holder"]["application"] or f"pid {row['holder']['pid']}" if row["holder"] else "free"
+        held = [] if holders is None else ["" if row["retired"] else holder]
         lines.append((row["name"], ",".join(row["key"]), *held, settings, about))
-    widths = [
-        max(len(line[column]) for line in lines if len(line) > column)
-        for column in range(max(map(len, lines), default=0))
-    ]
-    body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]
-    return "\n".join([f"# {table.file}", *body])
+    return plain(str(table.file), lines)
 
 
 def java_enum(table: NumberTable) -> str:

@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from batchguard.adapters import lock_session
 from batchguard.adapters.clock import now
 from batchguard.adapters.postgres import Conversation, SessionEndedError, drive, resolve_parameters, session_parameters
 from batchguard.core import messages
-from batchguard.core.errors import BatchguardError, RightsError, UnreachableError, UsageError
-from batchguard.core.keys import LockKey, keys_of, parse_numbers
+from batchguard.core.errors import BatchguardError, RightsError, TableError, UnreachableError, UsageError
+from batchguard.core.keys import LockKey, parse_numbers
 from batchguard.core.messages import Subject
 from batchguard.runtime.access import LOOK, database_text, pause
 from batchguard.runtime.inspect import Observer, sleep
@@ -38,15 +39,24 @@ def read_environment(environ: Mapping[str, str]) -> OwnLock:
     """
     found = {name: environ.get(f"BATCHGUARD_{name}", "") for name in _NEEDED}
     missing = [f"BATCHGUARD_{name}" for name, value in found.items() if not value]
-    try:
-        keys = tuple(lock for text in found["KEY"].split() for lock in keys_of(parse_numbers(text) or ()))  # type: ignore[arg-type]
-        pid = int(found["LOCK_PID"] or 0)
-        conninfo_to_dict(found["LOCK_DSN"])
-    except Exception as error:
-        raise UsageError(messages.strange_environment(str(error).strip())) from None
     if missing:
         raise UsageError(messages.outside_a_run(missing))
+    try:
+        keys = tuple(_read_key(text) for text in found["KEY"].split())
+        pid = int(found["LOCK_PID"])
+        conninfo_to_dict(found["LOCK_DSN"])
+    except (ValueError, TableError, psycopg.Error) as error:
+        raise UsageError(messages.strange_environment(str(error).strip())) from None
+    if not keys:  # none of no locks is lost, which must not be taken for a yes
+        raise UsageError(messages.strange_environment("BATCHGUARD_KEY names no key"))
     return OwnLock(keys, pid, found["LOCK_SINCE"], found["SYSTEM_ID"], found["LOCK_DSN"])
+
+
+def _read_key(text: str) -> LockKey:
+    key = parse_numbers(text)
+    if not isinstance(key, LockKey):
+        raise ValueError(f'"{text}" is no key')
+    return key
 
 
 def still_held(own: OwnLock, dsn: str, patience: float) -> str | None:

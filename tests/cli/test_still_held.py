@@ -151,9 +151,12 @@ def test_outside_a_run(start: StartRun) -> None:
     assert "sudo" in asked.err
 
 
-def test_strange_environment(batch: Any, tmp_path: Path) -> None:
-    """Variables that no run has written are no lock."""
-    going = batch("--key", "100:1", ask=f"BATCHGUARD_LOCK_PID=x {ASK}")
+@pytest.mark.parametrize(
+    "variable", ["LOCK_PID=x", "KEY=' '", "KEY=daily_sales", "KEY=100:1..3", "KEY=100", "LOCK_DSN=nonsense"]
+)
+def test_strange_environment(batch: Any, tmp_path: Path, variable: str) -> None:
+    """Variables that no run has written are no lock, and no yes."""
+    going = batch("--key", "100:1", ask=f"BATCHGUARD_{variable} {ASK}")
     code, said = answer(tmp_path)
     assert code == 64
     assert "the BATCHGUARD_ variables are not as a run wrote them" in said
