@@ -102,10 +102,11 @@ def signal_tree(pid: int, number: int) -> int:
     """Signal everything alive below a process once, then CONT it; give how many there were.
 
     Two looks come before the first signal: a process whose parent ends while we look (setsid(1) forks and ends at
-    once) is missed by one look in some hundred. Not after it, for what a trap starts then is to be left alone. CONT
-    comes after the signal, so that a stopped process acts on it instead of sleeping on.
+    once) is missed by one look in some hundred. Not after it, for what a trap starts then is to be left alone. Parents
+    come before their children, or a shell would complain of a child's death. CONT comes after the signal, so that a
+    stopped process acts on it instead of sleeping on.
     """
-    living = {process.pid for _ in range(2) for process in living_descendants(pid)}
+    living = dict.fromkeys(process.pid for _ in range(2) for process in living_descendants(pid))
     for wanted in (number, signal.SIGCONT):
         for below in living:
             send(below, wanted)
