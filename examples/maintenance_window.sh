@@ -12,6 +12,9 @@ shift 2
 # Comes back once the key is held; exits 75 when a run has it for longer than half an hour.
 hold=$(batchguard hold --key "$key" --wait 30m --until "$until" --reason "maintenance: $1" --detach)
 trap 'kill "$hold" 2>/dev/null || echo "the window was closed before the work was done" >&2' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP
 
 batchguard status --key "$key"
 "$@"

@@ -263,8 +263,9 @@ STILL_HELD_EPILOG = """Examples, inside a batch that `batchguard run` has starte
     load "$day"
   done
 
-Which lock it is about is known from the BATCHGUARD_ variables that the run has set. Stop on any code but 0: what cannot
-be told is no yes. It costs the start of a Python; a program with a database connection of its own asks by SQL.
+Which lock it is about, and where to ask, is known from the BATCHGUARD_ variables that the run has set; --dsn and
+the like only lend it a password. Stop on any code but 0: what cannot be told is no yes. It costs the start of a
+Python; a program with a database connection of its own asks by SQL.
 
 Exit codes: 0 yes; 76 no, another run may have started; 69 cannot tell; 64 not inside a run; 77 login or right missing;
 78 config."""
@@ -313,8 +314,9 @@ gone. A run whose session is ended loses its lock, and kills its batch. Therefor
 may take, before the next run may have it; --now does not wait. Other roles' sessions need GRANT pg_signal_backend,
 pg_read_all_stats; a superuser's only a superuser ends.
 
-Exit codes: 0 free, or held by who waited; 75 the holder is another one than was shown, nobody was ended; 64 usage, or
-no --yes; 69 database unreachable, or the session does not end; 77 right missing; 78 config, a prepared transaction."""
+Exit codes: 0 free, or held by who waited; 64 usage, or no --yes; 69 database unreachable, or the session does not end;
+75 nobody was ended, since you said no, or the holder is another one than was shown; 77 right missing; 78 config, a
+prepared transaction."""
 
 
 def force_unlock(
@@ -353,7 +355,7 @@ def force_unlock(
             key_text=names.title(lock),
             dsn=where,
             settings=RunSettings(**{**listed[0], **given}),
-            holders=tuple(holder for holder in seen.holders if holder.key == lock and not holder.waits),
+            holders=tuple(holder for holder in observer.look([lock]).holders if not holder.waits),
             others_window=max(timing_of_table(settings).window for settings in listed),
             at_once=at_once,
         )
@@ -378,7 +380,10 @@ def _free(request: "FreeRequest", observer: "Observer", subject: Subject, *, yes
         if not os.isatty(0):
             raise UsageError("force-unlock ends a session of somebody else's; without a terminal to ask, say --yes")
         many = f"these {len(request.holders)} sessions" if len(request.holders) > 1 else "this session"
-        typer.confirm(f"End {many}? A batch that runs under it is killed.", abort=True, err=True)
+        observer.close()  # somebody may think for long; a session that idles may be ended meanwhile
+        if not typer.confirm(f"End {many}? A batch that runs under it is killed.", err=True):
+            report.say("nobody was ended, exit 75.")
+            return ExitCode.SKIPPED
     return end_holders(request, observer)
 
 

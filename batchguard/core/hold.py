@@ -8,6 +8,9 @@ from batchguard.core.holder import Holder
 from batchguard.core.keys import Key
 from batchguard.core.settings import RunSettings
 
+ENDED_BY_SOMEBODY = "57P01"
+"""admin_shutdown: pg_terminate_backend, or a fast shutdown."""
+
 LONGEST_REASON = 100
 """Characters: a session tells of itself in the first 1024 bytes of its statement (track_activity_query_size)."""
 
@@ -62,7 +65,7 @@ def is_released(loss: Loss, before: Incarnation, after: Incarnation) -> bool:
     A restart and pg_terminate_backend give the same SQLSTATE; after the latter the server is what it was. A session
     that ends without the server's word was cut off by the network.
     """
-    return loss.sqlstate is not None and before == after
+    return loss.sqlstate == ENDED_BY_SOMEBODY and before == after
 
 
 def parse_end(text: str, now: datetime) -> datetime:

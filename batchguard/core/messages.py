@@ -216,6 +216,14 @@ def hold_lost(subject: Subject, loss: Loss) -> str:
     )
 
 
+def wait_interrupted(subject: Subject, sqlstate: str | None) -> str:
+    """Say that the session of a wait was ended, and that the wait goes on."""
+    return (
+        f"the session that waits for {subject.place} was ended ({sqlstate or 'connection closed'}); waiting on. "
+        "To end the wait: Ctrl-C"
+    )
+
+
 def hold_retry(subject: Subject, why: str) -> str:
     """Say why a hold is not taken again yet."""
     return f"cannot take the hold of {subject.place} again yet: {why}; trying again."

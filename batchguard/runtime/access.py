@@ -39,6 +39,9 @@ OLDEST_SERVER = 140000
 SLOT_RETRY = 10.0
 """Seconds for which a server without a free connection is asked again: a storm of starts passes by itself."""
 
+SLICE_OVER = ("55P03", "57014", "40P01")
+"""lock_timeout, cancelled by somebody, deadlock: the wait goes on; any other refusal would come again at once."""
+
 QUERIES = load_queries("lock")
 LOOK = load_queries("look")
 
@@ -226,6 +229,8 @@ class Access:
         except StatementError as error:
             if error.sqlstate == "53200":
                 raise UnreachableError(refusals.lock_table_full(self.purpose, self.subject)) from None
+            if error.sqlstate not in SLICE_OVER:
+                raise
             got = yield from self.holds([lock])
         yield from self.ask(QUERIES["limit_waiting"], ["0"])
         return got

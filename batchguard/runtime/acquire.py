@@ -150,11 +150,15 @@ class _Acquisition(Access):
                 yield from pause(min(random.uniform(0.05, 0.2), max(0.0, patient_until - now())))
 
     def try_all(self, queued: LockKey | None) -> Conversation[tuple[tuple[LockKey, ...], Key | None]]:
-        """Try every key in order; on the first that is busy give back what was taken, and say which it was."""
+        """Try every key in order; on the first that is busy give back what was taken, and say which it was.
+
+        Where one is seen to be busy none is taken: another run would be skipped for what we only give back again.
+        """
         taken: list[LockKey] = []
         busy = yield from self.busy_locks() if len(self.keys) > 1 or isinstance(self.keys[0], KeyRange) else _no_locks()
-        for key in self.keys:
-            lock = yield from self.try_key(key, queued, busy)
+        hopeless = [key for key in self.keys if busy.issuperset(keys_of(key))]
+        for key in hopeless or self.keys:
+            lock = None if hopeless else (yield from self.try_key(key, queued, busy))
             if lock is None:
                 if taken or queued:
                     yield from self.ask(QUERIES["announce"], [RELEASED])  # nothing was started under these

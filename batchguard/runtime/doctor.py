@@ -75,7 +75,7 @@ def examine_host(*, in_cron: bool, environ: Mapping[str, str]) -> Iterator[Diagn
             script = Path(sys.executable).with_name("batchguard")
             yield Diagnosis(
                 "cron_path",
-                "warning",
+                "note",
                 "cron's PATH",
                 f"is {path}, where there is no batchguard",
                 f"write {script} in the crontab, or link it: ln -s {script} /usr/local/bin/, with PATH= in the crontab",

@@ -96,6 +96,8 @@ class _Freeing(Access):
         self.host = os.uname().nodename
         self.is_open = False
         self.ended: list[Holder] = []
+        self.others: list[LockKey] = []
+        self.kept: list[LockKey] = []
         super().__init__(
             refusals.FREE,
             replace(request.settings, shared=False),
@@ -151,14 +153,23 @@ class _Freeing(Access):
         until = now() + ENDS_WITHIN
         self.comment = self.facts(self.window())
         if (yield from self.queue(self.request.lock, inf, self.end_once_queued)):
+            yield from self.take_others()
             return True
         while now() < until:
             holders = yield from self.holders()
             if not self.is_held_by_same(holders):
                 return bool(not holders and (yield from self.try_lock(self.request.lock)))
             if (yield from self.queue(self.request.lock, inf)):
+                yield from self.take_others()
                 return True
         raise UnreachableError(messages.not_ended(self.subject, self.request.holders[0], ENDS_WITHIN))
+
+    def take_others(self) -> Conversation[None]:
+        """Take what else the ended sessions held, if it is free: the same batch may still be dying under it."""
+        self.kept = [self.request.lock]
+        for lock in self.others:
+            if (yield from self.try_lock(lock)):
+                self.kept.append(lock)
 
     def is_held_by_same(self, holders: Sequence[Holder]) -> bool:
         return bool({holder.pid for holder in holders} & {holder.pid for holder in self.request.holders})
@@ -175,6 +186,9 @@ class _Freeing(Access):
         self.end_holders()
 
     def end_holders(self) -> None:
+        pids = {holder.pid for holder in self.request.holders}
+        held = [one for one in self.observer.look().holders if one.pid in pids and not one.waits]
+        self.others = [one.key for one in held if one.key is not None and one.key != self.request.lock]
         for holder in self.request.holders:
             columns = self.request.lock.in_pg_locks
             if self.observer.ask_once(LOOK["end_session"], [holder.pid, holder.session_start, *columns]):
@@ -219,9 +233,14 @@ class _Freeing(Access):
         with contextlib.suppress(KeyboardInterrupt):
             try:
                 drive(self.check_until(until), sleep)
-            except (SessionEndedError, TimedOutError, StatementError) as error:
-                raise UnreachableError(messages.not_kept(self.subject, self.ended, str(error))) from None
-            drive(self.unlock(self.request.lock), sleep)
+            except SessionEndedError as error:
+                why = f"our session was ended, {error.sqlstate or 'connection closed'}"
+                raise UnreachableError(messages.not_kept(self.subject, self.ended, why)) from None
+            except (TimedOutError, StatementError):
+                raise UnreachableError(messages.not_kept(self.subject, self.ended, "no good answer")) from None
+            with contextlib.suppress(SessionEndedError, TimedOutError, StatementError):  # closing frees them as well
+                for lock in self.kept:
+                    drive(self.unlock(lock), sleep)
         self.close()
         report.say(messages.kept_long_enough(self.subject))
         return ExitCode.OK
@@ -230,7 +249,7 @@ class _Freeing(Access):
         sql = self.facts(max(0.0, until - now())) + QUERIES["check_locks"]
         while now() < until:
             rows = yield from execute(
-                self.session, sql, self.check_params([self.request.lock]), now() + self.settings.check_timeout
+                self.session, sql, self.check_params(self.kept), now() + self.settings.check_timeout
             )
             if rows[0] != ("t", "t"):
                 raise TimedOutError("it is no longer ours")

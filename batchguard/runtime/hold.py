@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from psycopg import OperationalError
 
-from batchguard.adapters import lock_session, report, signals
+from batchguard.adapters import child, lock_session, report, signals
 from batchguard.adapters.clock import now, wall_time
 from batchguard.adapters.postgres import (
     Conversation,
@@ -45,6 +45,8 @@ LONGEST_SLEEP = 1.0
 """Seconds: poll sleeps on a clock that stops with the machine; the end of a hold is a matter of the other one."""
 LONGEST_GOODBYE = 5.0
 """Seconds for giving the keys back: somebody waits at the terminal; the end of the session gives them back too."""
+LAST_WORD = 0.5
+"""Seconds to wait for what a silent session has left to say."""
 RETAKE_PAUSE = 1.0
 """Seconds, about, between two tries to reach a server that does not answer."""
 
@@ -55,6 +57,7 @@ def hold(request: HoldRequest) -> int:
     Raises:
         BatchguardError: the keys were not taken, and why.
     """
+    child.reserve_standard_descriptors()
     if request.detach:
         return _start_detached(request)
     caller = signals.take_over()
@@ -192,9 +195,10 @@ class _Hold(Access):
                     self.session.close()
                     return Busy(holder[0] if holder else None, now() - began)
                 break
-            except SessionEndedError:
+            except SessionEndedError as error:
                 if now() >= wait_until:
                     raise
+                report.say(messages.wait_interrupted(self.subject, error.sqlstate))
                 retry_until = wait_until  # a server that restarts while we wait ends the session, not the wait
                 yield from pause(RETAKE_PAUSE)
         self.taken_at = self.since = wall_time()
@@ -275,6 +279,7 @@ class _Hold(Access):
     def retake(self, loss: Loss) -> Conversation[bool]:
         """Take the keys again on a new session, however long that takes; True when somebody has ended the hold."""
         lost_session = self.session
+        self.told.discard("wait")
         while True:
             try:
                 yield from self.explained(self.retry(loss, lost_session))
@@ -282,6 +287,7 @@ class _Hold(Access):
                 return True
             except SessionEndedError as error:
                 self.tell_each(messages.hold_lost(self.subject, loss))
+                loss = replace(loss, sqlstate=error.sqlstate)  # somebody may have ended the new one
                 self.tell_each(messages.hold_retry(self.subject, f"the new session ended too, {error.sqlstate}"))
             except (BatchguardError, OSError, OperationalError) as error:  # the system may be short of descriptors
                 self.tell_each(messages.hold_lost(self.subject, loss))
@@ -300,15 +306,29 @@ class _Hold(Access):
         yield from self.open(now())
         rows = yield from self.ask(QUERIES["incarnation"])
         incarnation = Incarnation(*rows[0])
+        loss = replace(loss, sqlstate=loss.sqlstate or (yield from self.last_word(lost_session)))
         if is_released(loss, self.incarnation, incarnation):
             self.session.close()
             raise _ReleasedError
+        self.incarnation = incarnation
         self.taken = []
         for lock in self.all_locks():
             while not (yield from self.queue(lock, inf, lost_session.close)):
+                self.tell_each(messages.hold_lost(self.subject, loss))
                 yield from self.tell_wait(inf)
             self.taken.append(lock)
         self.incarnation = (yield from self.check()) or incarnation
+
+    def last_word(self, session: Session) -> Conversation[str | None]:
+        """Read what a session that fell silent has to say, now that the network is back: somebody may have ended it."""
+        try:
+            yield from finish_statement(session, now() + LAST_WORD)
+            yield from watch(session, now() + LAST_WORD)
+        except SessionEndedError as error:
+            return error.sqlstate
+        except (TimedOutError, OperationalError):
+            pass
+        return None
 
     def tell_each(self, message: str) -> None:
         """Say each reason once, always: nobody may be there to see how long it takes."""
@@ -333,7 +353,7 @@ class _Hold(Access):
             was_held = False
         self.session.close()
         report.say(messages.hold_ended(self.subject, held_s, was_held=was_held))
-        return ExitCode.OK
+        return ExitCode.OK if was_held else ExitCode.LOST
 
     def unlock_all(self, until: float) -> Conversation[bool]:
         """Give the keys back, those first that were taken last; True when they were ours to the end."""
@@ -349,18 +369,20 @@ class _Hold(Access):
 def _start_detached(request: HoldRequest) -> int:
     """Hold in a process that outlives this login; come back once the keys are ours, or with its exit code."""
     held, tell_held = os.pipe2(os.O_CLOEXEC)
-    child = os.fork()
-    if child == 0:
+    pid = os.fork()
+    if pid == 0:
         os.close(held)
         _be_detached(request, tell_held)
     os.close(tell_held)
     try:
         if os.read(held, 1):
-            os.write(1, b"%d\n" % child)
+            with contextlib.suppress(OSError):
+                os.write(1, b"%d\n" % pid)
             return ExitCode.OK
     except KeyboardInterrupt:
-        os.kill(child, signal.SIGINT)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.kill(pid, signal.SIGINT)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code if code >= 0 else exit_code_of_signal(-code)
 
 
 def _be_detached(request: HoldRequest, tell_held: int) -> NoReturn:
@@ -371,7 +393,8 @@ def _be_detached(request: HoldRequest, tell_held: int) -> NoReturn:
     def leave_terminal() -> None:
         os.chdir("/")
         report.leave_terminal()
-        os.write(tell_held, b"1")
+        with contextlib.suppress(OSError):  # the login, and with it who waits for this, may be gone
+            os.write(tell_held, b"1")
         os.close(tell_held)
 
     try:

@@ -1,14 +1,22 @@
 """`batchguard still-held`: does the run that this batch is in still hold its lock?"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from batchguard.adapters import lock_session
 from batchguard.adapters.clock import now
-from batchguard.adapters.postgres import Conversation, SessionEndedError, drive, resolve_parameters, session_parameters
+from batchguard.adapters.postgres import (
+    Conversation,
+    FailedAttempt,
+    SessionEndedError,
+    drive,
+    resolve_parameters,
+    session_parameters,
+)
 from batchguard.core import messages
 from batchguard.core.errors import BatchguardError, RightsError, TableError, UnreachableError, UsageError
 from batchguard.core.keys import LockKey, parse_numbers
@@ -83,6 +91,7 @@ class _Question(Observer):
         super().__init__(dsn, "still-held", patience)
         self.own = own
         self.until = now() + patience
+        self.is_standby = False
         where = {name: str(value) for name, value in conninfo_to_dict(own.dsn).items() if value is not None}
         base = {name: value for name, value in resolve_parameters(dsn).items() if name not in _WHERE}
         self.params = session_parameters({**base, **where}, "batchguard still-held", self.settings.ttl)
@@ -109,8 +118,12 @@ class _Question(Observer):
                     return "the server is a standby now"
                 raise type(error)(messages.cannot_tell(self.subject, str(error), error.exit_code)) from None
 
+    def refuse_connection(self, attempts: Sequence[FailedAttempt]) -> NoReturn:
+        """A standby where the lock was taken: it was demoted, and holds no locks."""
+        self.is_standby = all(attempt.standby for attempt in attempts)
+        super().refuse_connection(attempts)
+
     def ask_server(self) -> Conversation[str | None]:
-        self.is_standby = False
         self.session = yield from self.connect(self.until)
         self.is_connected = True
         database = self.session.pgconn.db.decode("utf-8", "replace")

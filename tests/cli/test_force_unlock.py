@@ -161,7 +161,8 @@ def test_asks_on_a_terminal(server: Server, terminal: list[Terminal], table: str
         until(lambda: terminal[-1].shows("End this session? A batch that runs under it is killed. [y/N]"))
         assert terminal[-1].shows('"psql", since')
         terminal[-1].type(b"n\n")
-        assert terminal[-1].code() == 130
+        until(lambda: terminal[-1].shows("nobody was ended, exit 75."))
+        assert terminal[-1].code() == 75
         assert holder.execute("SELECT 1").fetchone() == (1,)
 
 
@@ -247,7 +248,26 @@ def test_lost_while_keeping(force: StartRun, server: Server) -> None:
         until(lambda: "Keeping" in freeing.err)
         server.terminate_holder()
         assert freeing.code() == 69
-        assert re.search(r"ended .*, but did not keep 100:1 .* \(57P01\): a run may start beside", freeing.err)
+        assert re.search(
+            r"ended .*, but did not keep 100:1 .* \(our session was ended, 57P01\): a run may start beside", freeing.err
+        )
+
+
+def test_all_keys_of_a_session_are_kept(force: StartRun, run: StartRun, server: Server) -> None:
+    """A run with two keys is ended through one of them: neither is free before its batch is surely dead."""
+    going = run("--key", "100:1", "--key", "100:2", "--", "sleep", "600")
+    going.command()
+    os.kill(going.guard, signal.SIGSTOP)
+    os.kill(going.keeper, signal.SIGSTOP)
+    freeing = force("--key", "100:1", "--key", "100:2", "--yes")
+    until(lambda: "Keeping" in freeing.err)
+    assert [lock[1] for lock in server.locks() if lock[4]] == [1, 2]
+    assert run("--key", "100:2", "--", "true").code() == 75
+    assert freeing.code() == 0
+    assert "100:2 monthly_close" in freeing.err
+    os.kill(going.keeper, signal.SIGCONT)
+    os.kill(going.guard, signal.SIGCONT)
+    assert going.code() == 76
 
 
 def test_which_key(force: StartRun) -> None:

@@ -261,6 +261,22 @@ def test_released_by_somebody(hold: StartRun, server: Server) -> None:
     )
 
 
+def test_released_while_the_network_was_silent(
+    hold: StartRun, start: StartRun, table: str, server: Server, make_proxy: MakeProxy
+) -> None:
+    """Somebody ends the hold of a host that cannot be reached: it does not come back with the network."""
+    proxy = make_proxy(server.host_and_port)
+    held = hold("--key", "100:1", dsn=make_conninfo(server.dsn, host=proxy.host, port=proxy.port))
+    until(lambda: is_on_hold(held))
+    proxy.freeze()
+    freeing = start("force-unlock", "--config", table, "--key", "100:1", "--yes")
+    assert freeing.code() == 0
+    until(lambda: "no answer for 1s" in held.err)
+    proxy.thaw()
+    assert held.code() == 76
+    assert "was released by somebody" in held.err
+
+
 def test_ends_while_lost(hold: StartRun, private_server: PrivateServer) -> None:
     """Its time is over while the server is away: that it was lost is the last word."""
     held = hold("--key", "100:1", "--for", "4s", dsn=private_server.dsn)
@@ -301,6 +317,23 @@ def test_detached(start: StartRun, table: str, server: Server, tmp_path: Path) -
     until(lambda: "is no longer on hold" in log.read_text())
     until(lambda: process_tree.inspect(pid) is None or process_tree.inspect(pid).is_dead)  # type: ignore[union-attr]
     process_tree.reap()
+
+
+def test_detached_whose_login_is_gone(start: StartRun, table: str, server: Server, tmp_path: Path) -> None:
+    """The login ends while it waits, with every standard descriptor closed: it takes the key, and TERM ends it."""
+    with server.connect() as psql:
+        psql.execute("SELECT pg_advisory_lock(100, 1)")
+        begun = start("hold", "--config", table, "--key", "100:1", "--detach", "--wait", "1m")
+        until(lambda: any(not lock[4] for lock in server.locks()))
+        [pid] = process_tree.children(begun.popen.pid)
+        begun.popen.kill()
+        begun.popen.wait()
+    until(lambda: [lock[4] for lock in server.locks()] == [True])
+    time.sleep(1)  # it goes on: what it has to say of that reaches nobody
+    assert len(server.locks()) == 1
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: server.locks() == [])
+    until(process_tree.reap)
 
 
 def test_detached_and_busy(start: StartRun, table: str, server: Server) -> None:
