@@ -92,6 +92,11 @@ class SessionEndedError(Exception):
         super().__init__(sqlstate)
         self.sqlstate = sqlstate
 
+    @property
+    def reason(self) -> str:
+        """The server's last word, or that it had none."""
+        return self.sqlstate or "connection closed"
+
 
 class StatementError(Exception):
     """The server refused a statement; the session lives."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ Rows = Sequence[Sequence[str]]
 
 def print_listing(title: str, header: Sequence[str], rows: Rows, empty: str) -> None:
     """Print a title and rows to stdout; `empty` stands where there is none."""
-    if os.isatty(1):
+    if is_terminal():
         _console().print(render(title, header, rows, empty))
     else:
         typer.echo(plain(title, rows, empty))
@@ -88,4 +87,4 @@ def screen(*, wanted: bool) -> Iterator[Callable[[str, Sequence[str], Rows, str]
 
 def is_terminal() -> bool:
     """Tell whether a person reads stdout."""
-    return sys.stdout.isatty()
+    return os.isatty(1)

@@ -2,13 +2,27 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchguard.cli.options import Config, Dsn, Local, Verbose, choose_dsn, load_config, say_config, verify_key_name
+from batchguard.cli.options import (
+    AllowPooler,
+    Config,
+    Dsn,
+    KeyFromName,
+    Keys,
+    Local,
+    Verbose,
+    choose_dsn,
+    load_config,
+    read_option,
+    say_config,
+    searched_files,
+    verify_key_name,
+)
 from batchguard.core.durations import parse_duration
 from batchguard.core.errors import BatchguardError, UsageError
 from batchguard.core.exit_codes import ExitCode
@@ -16,25 +30,11 @@ from batchguard.core.holder import Holder, describe, holder_json
 from batchguard.core.keys import LockKey, keys_of
 from batchguard.core.messages import Subject
 from batchguard.core.number_table import Chosen, NumberTable
-from batchguard.core.settings import RunSettings
+from batchguard.core.settings import RunSettings, read_setting
 
 if TYPE_CHECKING:
     from batchguard.runtime.force_unlock import FreeRequest
     from batchguard.runtime.inspect import Observer, Seen
-
-Keys = Annotated[
-    list[str] | None,
-    typer.Option("--key", metavar="KEY", help="100:1, bigint:4711, a range 100:10..12, or a name; may be repeated."),
-]
-KeyFromName = Annotated[
-    str | None, typer.Option("--key-from-name", metavar="NAME", help="The bigint key hashtextextended(NAME, 0).")
-]
-
-AllowPooler = Annotated[
-    bool | None,
-    typer.Option("--allow-pooler/--no-allow-pooler", help="The pooler in between gives each client its own session."),
-]
-T = TypeVar("T")
 
 STATUS_EPILOG = """Examples:
 
@@ -87,11 +87,9 @@ def _pause(watch: str | None) -> float | None:
 
 def wanted_locks(table: NumberTable, config: str | None, keys: Sequence[str]) -> list[LockKey]:
     """Give the locks that `--key` names, which may be retired ones when they are only looked at."""
-    from batchguard.adapters.config_file import candidate_files
     from batchguard.core.number_table import find_keys
 
-    searched = [str(path) for path in candidate_files(config, os.environ)]
-    return [lock for key in find_keys(table, keys, searched) for lock in keys_of(key)]
+    return [lock for key in find_keys(table, keys, searched_files(config)) for lock in keys_of(key)]
 
 
 class _Display:
@@ -232,7 +230,7 @@ def hold(
     if for_s == 0:
         raise UsageError("--for 0 would end before it began")
     end_at = read_option("--until", until, lambda text: parse_end(text, wall_time()))
-    wait_s = read_option("--wait", wait, lambda text: inf if text == "forever" else parse_duration(text))
+    wait_s = read_option("--wait", wait, lambda text: read_setting("wait", text))
     table = load_config(config)
     say_config(config, table, verbose)
     names = [*(key or ()), *(name for text in category or () for name in category_keys(table, text))]
@@ -387,18 +385,6 @@ def _free(request: "FreeRequest", observer: "Observer", subject: Subject, *, yes
     return end_holders(request, observer)
 
 
-def read_option(option: str, text: str | None, read: Callable[[str], T]) -> T | None:
-    """Read what was written after an option; a fault names the option.
-
-    Raises:
-        UsageError: it does not read.
-    """
-    try:
-        return None if text is None else read(text)
-    except UsageError as error:
-        raise UsageError(f"{option}: {error}") from None
-
-
 def choose_settings(
     table: NumberTable, config: str | None, names: Sequence[str], allow_pooler: bool | None
 ) -> tuple[Chosen, RunSettings]:
@@ -407,11 +393,10 @@ def choose_settings(
     Raises:
         ConfigError: no such key or name, or one that may not be used.
     """
-    from batchguard.adapters.config_file import candidate_files
     from batchguard.core.number_table import choose_keys
     from batchguard.core.settings import build_settings
 
-    chosen = choose_keys(table, names, [str(path) for path in candidate_files(config, os.environ)], must_agree=False)
+    chosen = choose_keys(table, names, searched_files(config), must_agree=False)
     given = {} if allow_pooler is None else {"allow_pooler": allow_pooler}
     return chosen, build_settings(given, chosen.settings)
 

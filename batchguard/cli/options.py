@@ -1,12 +1,15 @@
 """Options that several commands share."""
 
 import os
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import typer
 
 from batchguard.core.errors import UsageError
 from batchguard.core.number_table import NumberTable
+
+T = TypeVar("T")
 
 Dsn = Annotated[
     str | None,
@@ -34,6 +37,39 @@ Local = Annotated[
 Verbose = Annotated[
     bool, typer.Option("-v", "--verbose", help="Say more on stderr: skips, waits, which config file is used.")
 ]
+
+
+Keys = Annotated[
+    list[str] | None,
+    typer.Option("--key", metavar="KEY", help="100:1, bigint:4711, a range 100:10..12, or a name; may be repeated."),
+]
+KeyFromName = Annotated[
+    str | None, typer.Option("--key-from-name", metavar="NAME", help="The bigint key hashtextextended(NAME, 0).")
+]
+
+AllowPooler = Annotated[
+    bool | None,
+    typer.Option("--allow-pooler/--no-allow-pooler", help="The pooler in between gives each client its own session."),
+]
+
+
+def read_option(option: str, text: str | None, read: Callable[[str], T]) -> T | None:
+    """Read what was written after an option; a fault names the option.
+
+    Raises:
+        UsageError: it does not read.
+    """
+    try:
+        return None if text is None else read(text)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def searched_files(config: str | None) -> list[str]:
+    """Give where a config file is looked for, for those who are told that there is none."""
+    from batchguard.adapters.config_file import candidate_files
+
+    return [str(path) for path in candidate_files(config, os.environ)]
 
 
 def verify_key_name(text: str | None) -> None:
@@ -64,9 +100,8 @@ def say_config(config: str | None, table: NumberTable, verbose: bool, log_format
     """Name the config file that counts, where a person asked for it."""
     if verbose:
         from batchguard.adapters import report
-        from batchguard.adapters.config_file import candidate_files
 
-        searched = ", ".join(str(path) for path in candidate_files(config, os.environ))
+        searched = ", ".join(searched_files(config))
         report.say(f"config file: {table.file or f'none (looked for {searched})'}", log_format)
 
 

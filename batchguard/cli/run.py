@@ -1,11 +1,25 @@
 """`batchguard run`."""
 
-import os
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from batchguard.cli.options import Config, Dsn, Local, Verbose, choose_dsn, load_config, say_config, verify_key_name
+from batchguard.cli.options import (
+    AllowPooler,
+    Config,
+    Dsn,
+    KeyFromName,
+    Keys,
+    Local,
+    Verbose,
+    choose_dsn,
+    load_config,
+    read_option,
+    say_config,
+    searched_files,
+    verify_key_name,
+)
 from batchguard.core.errors import UsageError
 from batchguard.core.settings import SETTING_NAMES, RunRequest, build_settings, option_of, read_setting, timing_of_table
 
@@ -29,15 +43,8 @@ def run(
     command: Annotated[
         list[str] | None, typer.Argument(metavar="COMMAND [ARG]...", help="The command, started without a shell.")
     ] = None,
-    key: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--key", metavar="KEY", help="100:1, bigint:4711, a range 100:10..12, or a name; may be repeated."
-        ),
-    ] = None,
-    key_from_name: Annotated[
-        str | None, typer.Option("--key-from-name", metavar="NAME", help="The bigint key hashtextextended(NAME, 0).")
-    ] = None,
+    key: Keys = None,
+    key_from_name: KeyFromName = None,
     wait: Annotated[
         str | None,
         typer.Option(
@@ -111,12 +118,7 @@ def run(
     connect_retry: Annotated[
         str | None, typer.Option(metavar="D", help="Keep trying to connect for this long. [default: 0]")
     ] = None,
-    allow_pooler: Annotated[
-        bool | None,
-        typer.Option(
-            "--allow-pooler/--no-allow-pooler", help="The pooler in between gives each client its own session."
-        ),
-    ] = None,
+    allow_pooler: AllowPooler = None,
     status_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="Replace this file by one JSON object about the last real run.")
     ] = None,
@@ -152,7 +154,6 @@ def _run(
     local: bool,
     verbose: bool,
 ) -> int:
-    from batchguard.adapters.config_file import candidate_files
     from batchguard.core.number_table import choose_keys, settings_of_others
     from batchguard.core.timing import verify_timing
     from batchguard.runtime.run import run as run_under_lock
@@ -164,10 +165,9 @@ def _run(
             raise UsageError("--key stands after the command; options go before it")
         raise UsageError("which lock? Give --key 100:1 (a category and a number of your own choice) or a name")
     verify_key_name(key_from_name)
-    given = {name: _read(name, value) for name, value in options.items()}
+    given = {name: read_option(option_of(name), value, partial(read_setting, name)) for name, value in options.items()}
     table = load_config(config)
-    searched = [str(path) for path in candidate_files(config, os.environ)]
-    chosen = choose_keys(table, keys, searched)
+    chosen = choose_keys(table, keys, searched_files(config))
     others = settings_of_others(table, chosen.keys)
     settings = build_settings(given, chosen.settings, is_listed=bool(others))
     reckoned = others or ([table.defaults] if table.defaults else [])
@@ -187,13 +187,6 @@ def _run(
             verbose=verbose,
         )
     )
-
-
-def _read(name: str, value: Any) -> Any:
-    try:
-        return read_setting(name, value)
-    except UsageError as error:
-        raise UsageError(f"{option_of(name)}: {error}") from None
 
 
 def register(app: typer.Typer) -> None:

@@ -1,11 +1,11 @@
 """What `doctor` makes of the facts it has gathered: each finding one line, with what to do."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from batchguard.core.durations import format_duration
-from batchguard.core.timing import KILL_TAKES_EFFECT, Timing
+from batchguard.core.timing import Timing
 
 Level = Literal["ok", "note", "warning", "error"]
 
@@ -23,14 +23,7 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, str | None]:
         """Give the finding as JSON names it."""
-        return {
-            "id": self.id,
-            "level": self.level,
-            "subject": self.subject,
-            "message": self.message,
-            "fix": self.fix,
-            "value": self.value,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -85,11 +78,7 @@ DEFAULTS_THAT_BITE = tuple(_HARMLESS)
 
 def diagnose_timing(name: str, timing: Timing) -> Diagnosis:
     """Show a safe timing chain with its sum; an unsafe one is a fault of the number table."""
-    silence = f"check-timeout {timing.check_timeout:g} (twice)"
-    if timing.check_timeout < timing.check_interval:
-        silence = f"check-interval {timing.check_interval:g} + check-timeout {timing.check_timeout:g}"
-    total = f"{silence} + kill-after {timing.kill_after:g} + {KILL_TAKES_EFFECT:g} = {timing.window:g}s"
-    message = f"{total}, below ttl {format_duration(timing.ttl)}"
+    message = f"{timing.chain}, below ttl {format_duration(timing.ttl)}"
     return Diagnosis("timing", "ok", f"timing {name}", message, value=f"{timing.window:g}")
 
 

@@ -39,6 +39,14 @@ class Timing:
         """W: the latest that a tree is dead after its last good check was sent."""
         return self.longest_silence + self.kill_after + KILL_TAKES_EFFECT
 
+    @property
+    def chain(self) -> str:
+        """The window as the sum that it is, for people."""
+        silence = f"check-timeout {self.check_timeout:g} (twice)"
+        if self.check_timeout < self.check_interval:
+            silence = f"check-interval {self.check_interval:g} + check-timeout {self.check_timeout:g}"
+        return f"{silence} + kill-after {self.kill_after:g} + {KILL_TAKES_EFFECT:g} = {self.window:g}s"
+
     def lock_deadline(self, checked_at: float) -> float:
         """Give the moment at which a lock last checked at `checked_at` no longer counts as held."""
         return checked_at + self.longest_silence
@@ -73,12 +81,7 @@ def verify_timing(timing: Timing) -> None:
         )
     if timing.window < timing.ttl:
         return
-    if timing.check_timeout >= timing.check_interval:
-        silence = f"check-timeout {timing.check_timeout:g} (twice)"
-    else:
-        silence = f"check-interval {timing.check_interval:g} + check-timeout {timing.check_timeout:g}"
     raise ConfigError(
-        f"unsafe timing: {silence} + kill-after {timing.kill_after:g} + {KILL_TAKES_EFFECT:g} = "
-        f"{timing.window:g}s must be below ttl {format_duration(timing.ttl)}: raise --ttl or lower another. "
+        f"unsafe timing: {timing.chain} must be below ttl {format_duration(timing.ttl)}: raise --ttl or lower another. "
         "Not started, exit 78."
     )

@@ -122,7 +122,7 @@ class _Acquisition(Access):
                 # A server that restarts while we queue ends the session, not the wait.
                 retry_until = max(retry_until, min(wait_until, now() + 3600))
                 if now() >= retry_until:
-                    self.refuse_server(f"the server ended the session, {error.sqlstate or 'connection closed'}")
+                    self.refuse_server(f"the server ended the session, {error.reason}")
 
     def get(self, wait_until: float) -> Conversation[Held | Skipped]:
         locks = yield from self.take(wait_until)

@@ -174,7 +174,7 @@ class _Doctor(Observer):
         except TimedOutError:
             why = f"no answer within {PATIENCE:g}s"
         except SessionEndedError as error:
-            why = f"the server ended the session, {error.sqlstate or 'connection closed'}"
+            why = f"the server ended the session, {error.reason}"
         except StatementError as error:
             why = f"{error.sqlstate}, {error.message}"
         else:
@@ -209,8 +209,7 @@ class _Doctor(Observer):
         self.is_connected = True
         # The defaults first: the next statements change what they show.
         defaults = yield from self.ask(LOOK["defaults"], [DEFAULTS_THAT_BITE])
-        yield from self.ask(LOOK["begin_look"])
-        yield from self.ask(LOOK["prepare_look"], [f"{self.patience * 1000:.0f}ms"])
+        yield from self.prepared()
         asked_at = wall_time().timestamp()
         rows = yield from self.ask(LOOK["diagnose"], [_FUNCTIONS])
         took = wall_time().timestamp() - asked_at

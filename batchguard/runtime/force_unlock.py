@@ -15,7 +15,6 @@ from batchguard.adapters.postgres import (
     SessionEndedError,
     StatementError,
     TimedOutError,
-    Wait,
     drive,
     execute,
     watch,
@@ -27,7 +26,7 @@ from batchguard.core.holder import Holder
 from batchguard.core.keys import LockKey
 from batchguard.core.messages import Subject
 from batchguard.core.settings import RunSettings
-from batchguard.runtime.access import LOOK, QUERIES, Access
+from batchguard.runtime.access import LOOK, QUERIES, Access, pause
 from batchguard.runtime.hold import whoami
 from batchguard.runtime.inspect import Observer, sleep
 
@@ -202,7 +201,7 @@ class _Freeing(Access):
         while self.is_held_by_same(holders := self.holders_now()):
             if now() > until:
                 raise UnreachableError(messages.not_ended(self.subject, self.request.holders[0], ENDS_WITHIN))
-            drive(_short_pause(), sleep)
+            drive(pause(0.05), sleep)
         if holders:
             report.say(messages.taken_by_next(self.subject, holders[0]))
         else:
@@ -234,7 +233,7 @@ class _Freeing(Access):
             try:
                 drive(self.check_until(until), sleep)
             except SessionEndedError as error:
-                why = f"our session was ended, {error.sqlstate or 'connection closed'}"
+                why = f"our session was ended, {error.reason}"
                 raise UnreachableError(messages.not_kept(self.subject, self.ended, why)) from None
             except (TimedOutError, StatementError):
                 raise UnreachableError(messages.not_kept(self.subject, self.ended, "no good answer")) from None
@@ -254,7 +253,3 @@ class _Freeing(Access):
             if rows[0] != ("t", "t"):
                 raise TimedOutError("it is no longer ours")
             yield from watch(self.session, min(until, now() + self.settings.check_interval))
-
-
-def _short_pause() -> Conversation[None]:
-    yield Wait(-1, 0, now() + 0.05)

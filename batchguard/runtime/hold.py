@@ -130,7 +130,7 @@ class _Hold(Access):
             report.say(messages.hold_released(self.subject, released))
             return ExitCode.LOST
         except SessionEndedError as error:
-            self.refuse_server(f"the server ended the session, {error.sqlstate or 'connection closed'}")
+            self.refuse_server(f"the server ended the session, {error.reason}")
         except _OverError:
             return self.give_back()
         except _InterruptedError as interrupted:
@@ -258,7 +258,7 @@ class _Hold(Access):
                     return Loss("the lock vanished while the session lived", wall_time())
                 self.incarnation, failing_since = incarnation, None
             except SessionEndedError as error:
-                why = f"the server ended the session ({error.sqlstate or 'connection closed'})"
+                why = f"the server ended the session ({error.reason})"
                 return Loss(why, wall_time(), error.sqlstate)
             except TimedOutError:
                 return Loss(f"no answer for {self.patience:g}s", wall_time())

@@ -80,7 +80,7 @@ class Observer(Access):
             return drive(self.explained(conversation), sleep)
         except SessionEndedError as error:
             self.close()
-            self.refuse_server(f"the server ended the session, {error.sqlstate or 'connection closed'}")
+            self.refuse_server(f"the server ended the session, {error.reason}")
         except BatchguardError:
             self.close()
             raise

@@ -110,7 +110,7 @@ class _Question(Observer):
             except SessionEndedError as error:
                 self.close()
                 if now() >= self.until:
-                    why = f"the server ended the session, {error.sqlstate or 'connection closed'}"
+                    why = f"the server ended the session, {error.reason}"
                     raise UnreachableError(messages.cannot_tell(self.subject, why, 69)) from None
                 drive(pause(0.2), sleep)
             except BatchguardError as error:
@@ -129,8 +129,7 @@ class _Question(Observer):
         database = self.session.pgconn.db.decode("utf-8", "replace")
         self.subject = Subject(self.subject.key, database_text(database, self.session.params), self.session.host)
         params = [self.own.pid, self.own.since, *lock_session.key_columns(self.own.keys)]
-        yield from self.ask(LOOK["begin_look"])
-        yield from self.ask(LOOK["prepare_look"], [f"{self.patience * 1000:.0f}ms"])
+        yield from self.prepared()
         rows = yield from self.ask(LOOK["still_held"], params)
         yield from self.ask(LOOK["end_look"])
         in_recovery, system_id, session_lives, is_same, held = rows[0]
