@@ -53,7 +53,7 @@ def test_tree_is_dead_before_the_lock_is_free(
     measure("hosts", cut, **seen.times(life))
     assert seen.alive_when_free == []
     assert seen.dead <= seen.free
-    assert seen.cause < life.term < seen.dead < seen.last_check + WINDOW
+    assert seen.begun < life.term < seen.dead < seen.last_check + WINDOW
     assert seen.dead < seen.last_check + DUE + BUSY
     assert running.code() == 76
 
