@@ -18,6 +18,7 @@ pytest_plugins = [
     "tests.fixtures.terminal",
     "tests.fixtures.events",
     "tests.fixtures.control_group",
+    "tests.fixtures.queue",
 ]
 
 

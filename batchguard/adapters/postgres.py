@@ -9,7 +9,7 @@ import re
 import select
 import socket
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from math import inf
@@ -19,7 +19,7 @@ from typing import NoReturn, TypeVar
 import psycopg
 from psycopg import OperationalError
 from psycopg.conninfo import conninfo_attempts, conninfo_to_dict, make_conninfo
-from psycopg.pq import Conninfo, ConnStatus, ExecStatus, PGconn, PollingStatus, Trace
+from psycopg.pq import Conninfo, ConnStatus, ExecStatus, PGconn, PipelineStatus, PollingStatus, Trace
 from psycopg.pq import abc as pq
 
 from batchguard.adapters.clock import now
@@ -332,23 +332,102 @@ def execute(session: Session, sql: str, params: Sequence[object] = (), until: fl
         TimedOutError: `until` (CLOCK_BOOTTIME) came first.
     """
     session.warnings.clear()
-    values = [None if value is None else _text(value) for value in params]
     try:
-        session.pgconn.send_query_params(sql.encode(), values)
-        while session.pgconn.flush():
-            ready = yield Wait(session.fd, READ | WRITE, until)
-            if not ready:
-                raise TimedOutError
-            if ready & READ:
-                session.pgconn.consume_input()
-        results = []
-        # All of them, an error's successor too: a session with an unread result takes no other statement.
-        while (result := (yield from _next_result(session, until))) is not None:
-            _note_last_word(session, result)
-            results.append(result)
+        _send(session, sql, params)
+        yield from _flush(session, until)
+        results = yield from _read_results(session, until)
     except OperationalError:
         _session_ended(session)
     return [row for result in results for row in _rows(session, result)]
+
+
+def execute_together(
+    session: Session, statements: Sequence[tuple[str, Sequence[object]]], until: float = inf
+) -> Conversation[list[list[Row]]]:
+    """Run several statements in one round trip and give the rows of each; the first error is raised.
+
+    Raises:
+        StatementError: the server refused one; those after it were not carried out.
+        SessionEndedError: the session ended before the last answer.
+        TimedOutError: `until` (CLOCK_BOOTTIME) came first.
+    """
+    session.warnings.clear()
+    try:
+        session.pgconn.enter_pipeline_mode()
+        for sql, params in statements:
+            _send(session, sql, params)
+        session.pgconn.pipeline_sync()
+        yield from _flush(session, until)
+        answers = []
+        for _ in statements:
+            answers += [(yield from _read_results(session, until))]
+        # What follows the sync's own result is not the next statement's end: there is none.
+        yield from _next_result(session, until)
+        if session.pgconn.pipeline_status != PipelineStatus.OFF:
+            session.pgconn.exit_pipeline_mode()
+    except OperationalError:
+        _session_ended(session)
+    return [[row for result in results for row in _rows(session, result)] for results in answers]
+
+
+def copy_in(session: Session, sql: str, chunks: Iterable[bytes], patience: float) -> Conversation[None]:
+    """Carry out a COPY … FROM STDIN in the text format.
+
+    Args:
+        session: where.
+        sql: the statement.
+        chunks: what is copied, in pieces of any size.
+        patience: seconds that the server may take for one piece, and for the end.
+
+    Raises:
+        StatementError: the server refused the statement or a line.
+        SessionEndedError: the session ended before the answer.
+        TimedOutError: the server took longer.
+    """
+    session.warnings.clear()
+    try:
+        _send(session, sql)
+        yield from _flush(session, now() + patience)
+        result = yield from _next_result(session, now() + patience)
+        if result is not None and result.status == ExecStatus.COPY_IN:
+            for chunk in chunks:
+                while session.pgconn.put_copy_data(chunk) == 0:  # its buffer has no room
+                    yield from _flush(session, now() + patience)
+                yield from _flush(session, now() + patience)
+            while session.pgconn.put_copy_end() == 0:
+                yield from _flush(session, now() + patience)
+            yield from _flush(session, now() + patience)
+            result = yield from _next_result(session, now() + patience)
+        more = yield from _read_results(session, now() + patience)
+    except OperationalError:
+        _session_ended(session)
+    for each in [*([result] if result else []), *more]:
+        _note_last_word(session, each)
+        _rows(session, each)
+
+
+def _send(session: Session, sql: str, params: Sequence[object] = ()) -> None:
+    values = [None if value is None else _text(value) for value in params]
+    session.pgconn.send_query_params(sql.encode(), values)
+
+
+def _flush(session: Session, until: float) -> Conversation[None]:
+    """Get rid of what is to be sent, and take in meanwhile what the server says: it may be waiting for that."""
+    while session.pgconn.flush():
+        ready = yield Wait(session.fd, READ | WRITE, until)
+        if not ready:
+            raise TimedOutError
+        if ready & READ:
+            session.pgconn.consume_input()
+
+
+def _read_results(session: Session, until: float) -> Conversation[list[pq.PGresult]]:
+    """Read all of them, an error's successor too: a session with an unread result takes no other statement."""
+    results = []
+    while (result := (yield from _next_result(session, until))) is not None:
+        _note_last_word(session, result)
+        results.append(result)
+    return results
 
 
 def finish_statement(session: Session, until: float = inf) -> Conversation[None]:
@@ -359,8 +438,7 @@ def finish_statement(session: Session, until: float = inf) -> Conversation[None]
         TimedOutError: `until` (CLOCK_BOOTTIME) came first.
     """
     try:
-        while (result := (yield from _next_result(session, until))) is not None:
-            _note_last_word(session, result)
+        yield from _read_results(session, until)
     except OperationalError:
         _session_ended(session)
 
@@ -369,12 +447,12 @@ def _text(value: object) -> bytes:
     if isinstance(value, bool):
         return b"t" if value else b"f"
     if isinstance(value, list | tuple):
-        return (
-            b"{"
-            + b",".join(b'"' + _text(item).replace(b"\\", b"\\\\").replace(b'"', b'\\"') + b'"' for item in value)
-            + b"}"
-        )
+        return b"{" + b",".join(b"NULL" if item is None else _quoted(_text(item)) for item in value) + b"}"
     return str(value).encode()
+
+
+def _quoted(item: bytes) -> bytes:
+    return b'"' + item.replace(b"\\", b"\\\\").replace(b'"', b'\\"') + b'"'
 
 
 def _next_result(session: Session, until: float) -> Conversation[pq.PGresult | None]:

@@ -45,7 +45,11 @@ def say(message: str, log_format: str = "text", **facts: Any) -> None:
         syslog.openlog("batchguard", syslog.LOG_PID)
         syslog.syslog(syslog.LOG_WARNING, message)
         return
-    data = line.encode("utf-8", "surrogateescape")[: _PIPE_BUF - 1] + b"\n"
+    try:
+        data = line.encode("utf-8", "surrogateescape")  # a file name comes out as the bytes it is
+    except UnicodeEncodeError:
+        data = line.encode("utf-8", "backslashreplace")  # half a pair in somebody's JSON is none
+    data = data[: _PIPE_BUF - 1] + b"\n"
     poll = select.poll()
     poll.register(_STDERR, select.POLLOUT)
     with contextlib.suppress(OSError):

@@ -2,13 +2,18 @@
 
 import os
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from batchguard.core.errors import UsageError
 from batchguard.core.number_table import NumberTable
 
+if TYPE_CHECKING:
+    from batchguard.core.job_settings import JobSettings
+
+S = TypeVar("S")
 T = TypeVar("T")
 
 Dsn = Annotated[
@@ -53,14 +58,20 @@ AllowPooler = Annotated[
 ]
 
 
-def read_option(option: str, text: str | None, read: Callable[[str], T]) -> T | None:
+Schema = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="The schema of the queue.  [default: schema in [jobs], else batchguard]"),
+]
+
+
+def read_option(option: str, given: S | None, read: Callable[[S], T]) -> T | None:
     """Read what was written after an option; a fault names the option.
 
     Raises:
         UsageError: it does not read.
     """
     try:
-        return None if text is None else read(text)
+        return None if given is None else read(given)
     except UsageError as error:
         raise UsageError(f"{option}: {error}") from None
 
@@ -132,3 +143,29 @@ def _start_local() -> str:
     if report.is_terminal() and not (server := own_server(os.environ)).is_set_up:
         report.say(f"setting up a PostgreSQL of your own in {server.folder} (the first time only, a few seconds)")
     return start_own_server(os.environ).dsn
+
+
+@dataclass(frozen=True)
+class JobCall:
+    """What every command of the queue needs: where it is, and how it is set."""
+
+    dsn: str
+    settings: "JobSettings"
+    verbose: bool
+
+
+def open_jobs(
+    dsn: str | None, config: str | None, local: bool, verbose: bool, schema: str | None, *, with_dsn: bool = True
+) -> JobCall:
+    """Give the database and the settings of the queue; with `with_dsn` False, no database is looked for.
+
+    Raises:
+        BatchguardError: a line for the user.
+    """
+    from batchguard.core.job_settings import build_job_settings, read_schema
+
+    name = read_option("--schema", schema, read_schema)
+    table = load_config(config)
+    say_config(config, table, verbose)
+    settings = build_job_settings({} if name is None else {"schema": name}, table.jobs)
+    return JobCall(choose_dsn(dsn, local, table) if with_dsn else "", settings, verbose)

@@ -11,6 +11,8 @@ class ExitCode(IntEnum):
 
     OK = 0
     FINDINGS = 1
+    NOTHING_CLAIMABLE = 3
+    DUPLICATE = 5
     USAGE = 64
     UNREACHABLE = 69
     SOFTWARE = 70

@@ -376,3 +376,13 @@ def not_kept(subject: Subject, ended: Sequence[Holder], why: str) -> str:
 def kept_long_enough(subject: Subject) -> str:
     """Say that a freed key is free for everybody."""
     return f"{subject.place} is free."
+
+
+def jobs_lost(ids: Sequence[int], of: int) -> str:
+    """Say that jobs were not ours any more."""
+    shown = ", ".join(str(id_) for id_ in ids[:5]) + (", …" if len(ids) > 5 else "")
+    which = f"job {shown}" if of == 1 else f"{len(ids)} of {of} jobs ({shown})"
+    return (
+        f"lost {which}: the lease expired and another took it or reap took it back, or it was cancelled, or purged; "
+        "exit 76. See: batchguard jobs show ID"
+    )

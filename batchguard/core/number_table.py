@@ -7,14 +7,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from batchguard.core.errors import BatchguardError, TableError, UsageError
+from batchguard.core.job_settings import JOBS_NAMES, read_job_setting
 from batchguard.core.keys import NAME_PATTERN, Key, KeyRange, LockKey, keys_of, order_keys, parse_numbers
 from batchguard.core.settings import DEFAULTS_NAMES, SETTING_NAMES, RunSettings, option_of, read_setting
 from batchguard.core.timing import verify_timing
 
 TOP_NAMES = frozenset({"dsn", "local", "defaults", "categories", "keys", "retired", "jobs"})
-JOBS_NAMES = frozenset(
-    {"schema", "queue", "lease", "max_attempts", "backoff", "backoff_max", "kill_after", "max_runtime", "max_payload"}
-)
 ENTRY_NAMES = SETTING_NAMES | {"key", "shares", "description"}
 
 LineOf = Callable[..., int]
@@ -58,6 +56,7 @@ class NumberTable:
     dsn: str | None = None
     local: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    jobs: Mapping[str, Any] = field(default_factory=dict)
     categories: Mapping[int, str] = field(default_factory=dict)
     entries: Mapping[str, Entry] = field(default_factory=dict)
     retired: tuple[Retired, ...] = ()
@@ -96,8 +95,9 @@ class _Reader:
     def read(self) -> NumberTable:
         for name in self.document.keys() - TOP_NAMES:
             self.fault(_unknown(name, TOP_NAMES, "at the top"), name)
-        for name in self.table("jobs").keys() - JOBS_NAMES:
-            self.fault(_unknown(name, JOBS_NAMES, "in [jobs]"), "jobs", name)
+        jobs = self.settings(
+            self.table("jobs"), JOBS_NAMES, "in [jobs]", "jobs", known=JOBS_NAMES, read=read_job_setting
+        )
         defaults = self.settings(self.table("defaults"), DEFAULTS_NAMES, "in [defaults]", "defaults")
         categories = dict(self.categories())
         entries = {name: entry for name, value in self.table("keys").items() if (entry := self.entry(name, value))}
@@ -109,6 +109,7 @@ class _Reader:
             dsn=self.typed("dsn", str),
             local=bool(self.typed("local", bool)),
             defaults=defaults,
+            jobs=jobs,
             categories=categories,
             entries=entries,
             retired=retired,
@@ -122,14 +123,22 @@ class _Reader:
             return None
         return value
 
-    def settings(self, table: Mapping[str, Any], known: frozenset[str], where: str, *path: str) -> dict[str, Any]:
+    def settings(
+        self,
+        table: Mapping[str, Any],
+        allowed: frozenset[str],
+        where: str,
+        *path: str,
+        known: frozenset[str] = SETTING_NAMES,
+        read: Callable[[str, Any], Any] = read_setting,
+    ) -> dict[str, Any]:
         settings = {}
         for name, value in table.items():
-            if name not in known:
-                self.fault(_unknown(name, known, where), *path, name)
-            elif name in SETTING_NAMES:
+            if name not in allowed:
+                self.fault(_unknown(name, allowed, where), *path, name)
+            elif name in known:
                 try:
-                    settings[name] = read_setting(name, value)
+                    settings[name] = read(name, value)
                 except UsageError as error:
                     self.fault(f"{name}: {error}", *path, name)
         return settings

@@ -36,6 +36,7 @@ RUN = Purpose("guard", "was not run", "Not started")
 HOLD = Purpose("hold", "is not on hold", "Not on hold")
 FREE = Purpose("free", "was not freed", "Nobody was ended")
 LOOK = Purpose("look at", "", "")
+JOBS = Purpose("use", "", "")
 RETAKE = Purpose("hold", "is not on hold now", "Not on hold now", goes_on=True)
 
 
@@ -50,8 +51,9 @@ def pooler(purpose: Purpose, subject: Subject) -> str:
 
 def standby(purpose: Purpose, subject: Subject) -> str:
     """Refuse a server that is not a primary."""
+    why = "takes no jobs" if purpose is JOBS else "its locks exclude nobody"
     return (
-        f"cannot {purpose.verb} {subject.key}: {subject.host} is a standby and its locks exclude nobody. "
+        f"cannot {purpose.verb} {subject.key}: {subject.host} is a standby and {why}. "
         f"List all hosts in the dsn, or name the primary. {purpose.end(78)}"
     )
 
@@ -123,6 +125,72 @@ def short_ttl(purpose: Purpose, subject: Subject, server_ttl_s: float, window_s:
     return (
         f"unsafe timing: {subject.host} gives a silent session up after {format_duration(server_ttl_s)}, before a tree "
         f"is surely dead ({format_duration(window_s)}): lower --check-timeout or --kill-after. {purpose.end(78)}"
+    )
+
+
+def no_queue(schema: str, database: str) -> str:
+    """Say that nobody has made the queue's table yet."""
+    return f'there is no queue in schema "{schema}" of {database}. Make it once: batchguard jobs migrate. Exit 78.'
+
+
+def schema_older(schema: str, database: str, version: int, wanted: int) -> str:
+    """Say that the queue's table is that of an older batchguard."""
+    return (
+        f'the queue in schema "{schema}" of {database} has version {version}, and this batchguard needs {wanted}. '
+        "Bring it up to date: batchguard jobs migrate. Exit 78."
+    )
+
+
+def schema_newer(schema: str, database: str, version: int, wanted: int) -> str:
+    """Say that the queue's table is that of a newer batchguard, which we would damage."""
+    return (
+        f'the queue in schema "{schema}" of {database} has version {version}, and this batchguard knows {wanted} at '
+        "most: it is older than the one that made the queue. Install the newer one on this host. Exit 78."
+    )
+
+
+def strange_table(schema: str, database: str) -> str:
+    """Say that a table of the queue's name is there that is not ours."""
+    return (
+        f'schema "{schema}" of {database} has a table "jobs" that batchguard did not make. Choose another schema: '
+        "--schema, or schema in [jobs]. Exit 78."
+    )
+
+
+def no_right_to_jobs(why: str, database: str, role: str) -> str:
+    """Say which right is missing, in the server's words."""
+    return (
+        f'role "{role}" may not do this with the queue in {database}: {why} (42501). Ask its owner for the right; '
+        "docs/queue.md lists the GRANTs. Exit 77."
+    )
+
+
+def table_locked(database: str, waited_s: float) -> str:
+    """Say that somebody has locked the whole table, which no claim can pass over."""
+    return (
+        f"the queue's table in {database} is locked as a whole, for {format_duration(waited_s)} already (55P03): LOCK, "
+        "ALTER, VACUUM FULL or REINDEX? Who: SELECT pid, query FROM pg_stat_activity WHERE pid IN (SELECT pid FROM "
+        "pg_locks WHERE mode = 'AccessExclusiveLock'). Exit 69."
+    )
+
+
+def statement_refused(host: str, sqlstate: str, why: str) -> str:
+    """Say what the server would not do, in its words."""
+    return f"{host} refused ({sqlstate}: {why}), exit 69."
+
+
+def enqueue_ended(database: str, why: str) -> str:
+    """Say that a session ended before it came to the commit."""
+    return (
+        f"the server ended the session ({why}) with the queue in {database}: nothing is enqueued, exit 69. Start again."
+    )
+
+
+def enqueue_unsure(database: str, why: str) -> str:
+    """Say that nobody knows whether jobs came in."""
+    return (
+        f"the connection broke ({why}) when the jobs were being committed in {database}: they are enqueued, or they "
+        "are not, exit 69. See: batchguard jobs stats. With dedupe keys a second try would be harmless."
     )
 
 

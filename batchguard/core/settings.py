@@ -48,31 +48,41 @@ class RunSettings:
         return Timing(self.check_interval, self.check_timeout, self.kill_after, self.ttl)
 
 
-def _duration(value: Any) -> float:
+def read_duration(value: Any) -> float:
+    """Read a duration of a command line or a config file (seconds).
+
+    Raises:
+        UsageError: it is none, or negative.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise UsageError(f"{value!r} is not a duration")
     seconds = parse_duration(value) if isinstance(value, str) else float(value)
-    if seconds < 0:
-        raise UsageError("a duration cannot be negative")
+    if not 0 <= seconds < inf:
+        raise UsageError("a duration is neither negative nor endless")
     return seconds
 
 
-def _positive_duration(value: Any) -> float:
-    seconds = _duration(value)
+def read_positive_duration(value: Any) -> float:
+    """Read a duration that is longer than nothing (seconds).
+
+    Raises:
+        UsageError: it is none, negative or 0.
+    """
+    seconds = read_duration(value)
     if seconds == 0:
         raise UsageError("0 is no time at all; leave it out instead")
     return seconds
 
 
 def _wait(value: Any) -> float:
-    return FOREVER if value == "forever" else _duration(value)
+    return FOREVER if value == "forever" else read_duration(value)
 
 
 def _settle(value: Any) -> Settle:
     match value:
         case "auto" | "always" | "off":
             return value  # type: ignore[no-any-return]  # mypy keeps Any through a match of literals
-    return _duration(value)
+    return read_duration(value)
 
 
 def parse_signal(value: Any) -> int:
@@ -130,19 +140,19 @@ _READERS = {
     "wait": _wait,
     "shared": _flag,
     "skip_code": _skip_code,
-    "check_interval": _positive_duration,
-    "check_timeout": _positive_duration,
-    "kill_after": _duration,
-    "ttl": _positive_duration,
+    "check_interval": read_positive_duration,
+    "check_timeout": read_positive_duration,
+    "kill_after": read_duration,
+    "ttl": read_positive_duration,
     "settle": _settle,
     "signal": parse_signal,
-    "max_runtime": _positive_duration,
-    "min_hold": _duration,
-    "warn_held": _duration,
+    "max_runtime": read_positive_duration,
+    "min_hold": read_duration,
+    "warn_held": read_duration,
     "wait_descendants": _linger,
     "inherit_lock": _flag,
-    "connect_timeout": _positive_duration,
-    "connect_retry": _duration,
+    "connect_timeout": read_positive_duration,
+    "connect_retry": read_duration,
     "allow_pooler": _flag,
     "status_file": _path,
     "status_skips": _flag,

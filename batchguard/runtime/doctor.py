@@ -38,7 +38,8 @@ from batchguard.core.number_table import NumberTable, lint_forms
 from batchguard.core.settings import RunSettings
 from batchguard.core.timing import is_safe
 from batchguard.runtime.access import LOOK, QUERIES, database_text
-from batchguard.runtime.inspect import PATIENCE, Observer, sleep
+from batchguard.runtime.connection import PATIENCE, sleep
+from batchguard.runtime.inspect import Observer
 
 _FUNCTIONS = [
     function

@@ -27,8 +27,9 @@ from batchguard.core.keys import LockKey
 from batchguard.core.messages import Subject
 from batchguard.core.settings import RunSettings
 from batchguard.runtime.access import LOOK, QUERIES, Access, pause
+from batchguard.runtime.connection import sleep
 from batchguard.runtime.hold import whoami
-from batchguard.runtime.inspect import Observer, sleep
+from batchguard.runtime.inspect import Observer
 
 ENDS_WITHIN = 10.0
 """Seconds in which a session that was told to end should have done so."""

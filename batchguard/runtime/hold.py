@@ -39,7 +39,7 @@ from batchguard.core.exit_codes import ExitCode, exit_code_of_signal
 from batchguard.core.hold import Busy, HoldRequest, Incarnation, Loss, is_released
 from batchguard.core.keys import LockKey
 from batchguard.runtime.access import QUERIES, Access, pause
-from batchguard.runtime.inspect import sleep
+from batchguard.runtime.connection import sleep
 
 LONGEST_SLEEP = 1.0
 """Seconds: poll sleeps on a clock that stops with the machine; the end of a hold is a matter of the other one."""

@@ -22,7 +22,8 @@ from batchguard.core.errors import BatchguardError, RightsError, TableError, Unr
 from batchguard.core.keys import LockKey, parse_numbers
 from batchguard.core.messages import Subject
 from batchguard.runtime.access import LOOK, database_text, pause
-from batchguard.runtime.inspect import Observer, sleep
+from batchguard.runtime.connection import sleep
+from batchguard.runtime.inspect import Observer
 
 _NEEDED = ("KEY", "LOCK_PID", "LOCK_SINCE", "DATABASE", "SYSTEM_ID", "LOCK_DSN")
 _WHERE = ("host", "hostaddr", "port", "dbname", "user")

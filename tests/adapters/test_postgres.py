@@ -13,7 +13,7 @@ from batchguard.adapters.postgres import (
     resolve_parameters,
     watch,
 )
-from batchguard.runtime.inspect import sleep
+from batchguard.runtime.connection import sleep
 from tests.fixtures.server import Server
 from tests.fixtures.waiting import until
 

@@ -1,0 +1,298 @@
+"""`batchguard jobs enqueue`: jobs come in whole, or not at all; what is wrong is found before anything is sent."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import IO, BinaryIO, Literal, Self, TypeVar
+
+from batchguard.adapters.job_store import copy_line
+from batchguard.adapters.postgres import (
+    Conversation,
+    SessionEndedError,
+    StatementError,
+    TimedOutError,
+    copy_in,
+    drive,
+    execute,
+)
+from batchguard.core import refusals
+from batchguard.core.envelope import NewJob, read_envelope
+from batchguard.core.errors import BatchguardError, UnreachableError, UsageError
+from batchguard.core.job_settings import JobSettings
+from batchguard.core.payload import decode_utf8, string_payload, verify_payload
+from batchguard.runtime.connection import sleep
+from batchguard.runtime.queue import Queue, again
+
+T = TypeVar("T")
+
+Form = Literal["jsonl", "lines", "text", "null"]
+
+_IN_MEMORY = 32 * 1024**2
+"""Bytes of a batch of jobs that are kept in memory; more of them go to a temporary file."""
+_PIECE = 256 * 1024
+
+
+@dataclass(frozen=True)
+class Enqueued:
+    """How many jobs came in, and how many did not because their dedupe key is in use."""
+
+    count: int = 0
+    duplicates: int = 0
+
+
+class UnsureError(UnreachableError):
+    """The session ended when the jobs were to be committed."""
+
+
+def read_value(stream: BinaryIO, defaults: NewJob, max_payload: int) -> NewJob:
+    """Read a stream that is one JSON value.
+
+    Raises:
+        UsageError: it is none.
+    """
+    data = stream.read()
+    _refuse_bom(data)
+    return read_payload(decode_utf8(data), defaults, max_payload)
+
+
+def read_payload(text: str, defaults: NewJob, max_payload: int) -> NewJob:
+    """Read a payload.
+
+    Raises:
+        UsageError: it is no JSON, or none that can be kept.
+    """
+    verify_payload(text, max_payload)
+    return replace(defaults, payload=text)
+
+
+def read_jobs(stream: BinaryIO, form: Form, defaults: NewJob, max_payload: int) -> Iterator[NewJob]:
+    """Read a stream of jobs, one a line; with "null", one up to each NUL.
+
+    Raises:
+        UsageError: what is wrong, and on which line.
+    """
+    for number, item in enumerate(_split(stream, b"\0" if form == "null" else b"\n"), 1):
+        try:
+            yield _read_job(item, form, defaults, max_payload, is_first=number == 1)
+        except UsageError as error:
+            raise UsageError(f"{'item' if form == 'null' else 'line'} {number}: {error}") from None
+
+
+def _read_job(item: bytes, form: Form, defaults: NewJob, max_payload: int, *, is_first: bool) -> NewJob:
+    if is_first:
+        _refuse_bom(item)
+    if not item.strip():
+        raise UsageError("it is empty; each holds one job")
+    text = decode_utf8(item)
+    match form:
+        case "jsonl":
+            return read_envelope(text, defaults, max_payload)
+        case "lines":
+            return read_payload(text, defaults, max_payload)
+        case _:
+            return replace(defaults, payload=string_payload(text, max_payload))
+
+
+def _refuse_bom(data: bytes) -> None:
+    if data.startswith(b"\xef\xbb\xbf"):
+        raise UsageError("it begins with a byte order mark; save the file as UTF-8 without one")
+
+
+def _split(stream: BinaryIO, sign: bytes) -> Iterator[bytes]:
+    if sign == b"\n":
+        for line in stream:
+            yield line.removesuffix(b"\n")
+        return
+    rest = b""
+    while data := stream.read(_PIECE):
+        *items, rest = (rest + data).split(sign)
+        yield from items
+    if rest:
+        yield rest
+
+
+@dataclass(frozen=True)
+class EnqueuedOne:
+    """The id of a new job, or of the one that has its dedupe key; None where the role may not read it."""
+
+    id: int | None
+    is_duplicate: bool = False
+
+
+def enqueue_one(dsn: str, settings: JobSettings, job: NewJob) -> EnqueuedOne:
+    """Put in one job.
+
+    Raises:
+        BatchguardError: a line for the user.
+    """
+    with contextlib.closing(_Entrance(dsn, settings)) as entrance:
+        return entrance.once(entrance.put_one(job))
+
+
+def enqueue_all(dsn: str, settings: JobSettings, jobs: Iterable[NewJob], *, fail_on_duplicate: bool) -> Enqueued:
+    """Put in all jobs, or none.
+
+    Args:
+        dsn: the database's conninfo or URI.
+        settings: of the queue.
+        jobs: read to the end before anything is sent.
+        fail_on_duplicate: put in none if the dedupe key of one is in use.
+
+    Raises:
+        BatchguardError: a line for the user.
+    """
+    with _Batch() as batch:
+        for job in jobs:
+            batch.add(job)
+        with contextlib.closing(_Entrance(dsn, settings)) as entrance:
+            return entrance.once(entrance.put_all(batch, fail_on_duplicate=fail_on_duplicate))
+
+
+def enqueue_chunks(
+    dsn: str, settings: JobSettings, jobs: Iterable[NewJob], size: int, *, fail_on_duplicate: bool
+) -> tuple[Enqueued, int, BatchguardError | None]:
+    """Put in so many jobs at a time; what went in stays when a later one is wrong.
+
+    Returns:
+        what came in, how many items of the source are dealt with, and why it ended early, if it did.
+    """
+    total = Enqueued()
+    dealt_with = 0
+    source = iter(jobs)
+    with contextlib.closing(_Entrance(dsn, settings)) as entrance:
+        while True:
+            try:
+                with _Batch() as batch:
+                    for job in islice(source, size):
+                        batch.add(job)
+                    if not batch.count:
+                        return total, dealt_with, None
+                    done = entrance.once(entrance.put_all(batch, fail_on_duplicate=fail_on_duplicate))
+            except BatchguardError as error:
+                return total, dealt_with, error
+            total = Enqueued(total.count + done.count, total.duplicates + done.duplicates)
+            if fail_on_duplicate and done.duplicates:
+                return total, dealt_with, None
+            dealt_with += batch.count
+
+
+def moment_from_now(dsn: str, settings: JobSettings, seconds: float) -> str:
+    """Ask the server's clock what time it will be (RFC 3339).
+
+    Raises:
+        BatchguardError: a line for the user.
+    """
+    with contextlib.closing(_Entrance(dsn, settings)) as entrance:
+        return entrance.once(entrance.from_now(seconds))
+
+
+class _Batch:
+    """Jobs of one transaction, written down as COPY reads them."""
+
+    def __init__(self) -> None:
+        self.lines: IO[bytes] = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 -- closed by __exit__
+        self.has_keys = False
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lines.close()
+
+    def add(self, job: NewJob) -> None:
+        self.has_keys = self.has_keys or job.dedupe_key is not None
+        self.lines.write(copy_line(job))
+        self.count += 1
+
+    def pieces(self) -> Iterator[bytes]:
+        """Give what COPY reads."""
+        self.lines.seek(0)
+        while piece := self.lines.read(_PIECE):
+            yield piece
+
+
+class _Entrance(Queue):
+    def __init__(self, dsn: str, settings: JobSettings) -> None:
+        super().__init__(dsn, settings, "enqueue")
+
+    def explain(self, error: StatementError) -> Exception:
+        """Data that this server does not take (its encoding, its limits) is a matter of who sends it."""
+        if error.sqlstate.startswith(("22", "23", "54")):
+            return UsageError(f"the server does not take it ({error.sqlstate}: {error.message}); nothing is enqueued")
+        return super().explain(error)
+
+    def once(self, conversation: Conversation[T]) -> T:
+        """Carry on a conversation that must not be repeated blindly."""
+        try:
+            return drive(self.explained(conversation), sleep)
+        except SessionEndedError as error:
+            self.close()
+            raise UnreachableError(refusals.enqueue_ended(self.subject.database, error.reason)) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def surely(self, conversation: Conversation[T]) -> Conversation[T]:
+        """Carry on the part that commits: when its answer is lost, nobody knows."""
+        try:
+            return (yield from conversation)
+        except SessionEndedError as error:
+            raise UnsureError(refusals.enqueue_unsure(self.subject.database, error.reason)) from None
+        except TimedOutError:
+            raise UnsureError(refusals.enqueue_unsure(self.subject.database, "no answer")) from None
+
+    def put_one(self, job: NewJob) -> Conversation[EnqueuedOne]:
+        params = [job.payload, job.queue, job.priority, job.run_at, job.max_attempts, job.dedupe_key]
+        yield from self.prepared()
+        while True:
+            try:
+                rows = yield from self.surely(self.run("enqueue_one", params))
+            except StatementError as error:
+                if error.sqlstate != "42501":
+                    raise
+                yield from self.surely(self.run("enqueue_blindly", params))
+                return EnqueuedOne(None)
+            if rows:
+                return EnqueuedOne(int(rows[0][0] or 0))
+            found = yield from self.run("find_duplicate", [job.queue, job.dedupe_key])
+            if found:  # else it ended just now, and its key is free again
+                return EnqueuedOne(int(found[0][0] or 0), is_duplicate=True)
+
+    def put_all(self, batch: _Batch, *, fail_on_duplicate: bool) -> Conversation[Enqueued]:
+        yield from self.prepared()
+        return (yield from again(lambda: self.put_all_once(batch, fail_on_duplicate=fail_on_duplicate)))
+
+    def put_all_once(self, batch: _Batch, *, fail_on_duplicate: bool) -> Conversation[Enqueued]:
+        yield from self.plain("begin")
+        try:
+            for query, params in self.preparation(is_local=True, statement_timeout=0):
+                yield from self.ask(query, params)
+            enqueued = yield from self.fill(batch)
+        except StatementError:
+            yield from self.plain("rollback")
+            raise
+        if fail_on_duplicate and enqueued.duplicates:
+            yield from self.plain("rollback")
+            return Enqueued(0, enqueued.duplicates)
+        yield from self.surely(self.plain("commit"))
+        return enqueued
+
+    def fill(self, batch: _Batch) -> Conversation[Enqueued]:
+        if not batch.has_keys:
+            yield from copy_in(self.session, self.statements["copy_jobs"], batch.pieces(), self.patience)
+            return Enqueued(batch.count)
+        yield from self.plain("create_incoming")
+        yield from copy_in(self.session, self.statements["copy_incoming"], batch.pieces(), self.patience)
+        rows = yield from execute(self.session, self.statements["enqueue_incoming"])
+        count = int(rows[0][0] or 0)
+        return Enqueued(count, batch.count - count)
+
+    def plain(self, name: str) -> Conversation[None]:
+        yield from self.ask(self.statements[name])
+
+    def from_now(self, seconds: float) -> Conversation[str]:
+        rows = yield from self.run("from_now", [seconds])
+        return rows[0][0] or ""
