@@ -124,8 +124,6 @@ class Queue(Connection):
         """Turn what the server refused into what a user must be told."""
         database, host = self.subject.database, self.session.host
         match error.sqlstate:
-            case "42P01" | "3F000":  # no such table, no such schema
-                return ConfigError(refusals.no_queue(self.jobs.schema, database))
             case "42501":
                 return RightsError(refusals.no_right_to_jobs(error.message, database, self.role))
             case "25006":  # read-only transaction, although we asked for another
@@ -154,7 +152,7 @@ class Queue(Connection):
             own = (self.statements["prepare_own"], ())
             yield from execute_together(self.session, [*self.preparation(is_local=False), own], now() + self.patience)
         if self.check_version:
-            self.verify_version((yield from self.ask_prepared("version")))
+            yield from self.verify_version()
 
     def preparation(
         self, *, is_local: bool, statement_timeout: float = STATEMENT_TIMEOUT
@@ -166,13 +164,19 @@ class Queue(Connection):
             first.append((self.statements["prepare_transaction"], [is_local]))
         return first
 
-    def verify_version(self, rows: Sequence[Row]) -> None:
+    def verify_version(self) -> Conversation[None]:
         """Refuse a schema that is not of this program's version.
 
         Raises:
-            ConfigError: it is older or newer.
+            ConfigError: there is none, or it is older or newer.
         """
         database, schema = self.subject.database, self.jobs.schema
+        try:
+            rows = yield from self.ask_prepared("version")
+        except StatementError as error:
+            if error.sqlstate in ("42P01", "3F000"):  # no such table, no such schema
+                raise ConfigError(refusals.no_queue(schema, database)) from None
+            raise
         version = int(rows[0][0] or 0) if rows else 0
         if version < SCHEMA_VERSION:
             raise ConfigError(refusals.schema_older(schema, database, version, SCHEMA_VERSION))

@@ -11,10 +11,11 @@ SELECT pg_backend_pid(), pg_is_in_recovery()
 BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE
 
 -- name: prepare
--- Names mean what they should, nobody waits for ever for a table lock (SKIP LOCKED does not skip those), and only the
--- time limits that are ours count. $3 says whether it is for this transaction alone.
-SELECT set_config('search_path', 'pg_catalog', $3), set_config('lock_timeout', $1, $3),
-       set_config('statement_timeout', $2, $3), set_config('idle_in_transaction_session_timeout', '0', $3)
+-- Nobody waits for ever for a table lock (SKIP LOCKED does not skip those), and only the time limits that are ours
+-- count. $3 says whether it is for this transaction alone. search_path stays: every name of ours is qualified, and a
+-- trigger that somebody put on the table may rely on it.
+SELECT set_config('lock_timeout', $1, $3), set_config('statement_timeout', $2, $3),
+       set_config('idle_in_transaction_session_timeout', '0', $3)
 
 -- name: prepare_own
 -- The same for a session of our own, where isolation is a default as well.
