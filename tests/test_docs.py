@@ -44,6 +44,7 @@ def test_every_setting_is_an_option(start: StartRun) -> None:
         "README.md",
         "docs/safety.md",
         "docs/operations.md",
+        "docs/queue.md",
         "docs/changelog.md",
         "docs/contributing.md",
         "docs/glossary.md",

@@ -1,5 +1,6 @@
 """The examples, run."""
 
+import json
 import os
 import re
 import shlex
@@ -179,3 +180,31 @@ def test_java_batch_ends_without_the_lock(
             if process.poll() is None:
                 process_tree.send(pid, signal.SIGKILL)
         process.wait()
+
+
+def test_queue_tour(environment: dict[str, str], server: Server) -> None:
+    """All that a job can go through, from a shell alone; nothing is left behind."""
+    if shutil.which("psql") is None:
+        pytest.skip("psql is not installed: apt-get install postgresql-client")
+    done = subprocess.run(
+        [EXAMPLES / "queue.sh"], env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "lost job" in done.stderr
+    lines = done.stdout.splitlines()
+    assert '{"enqueued":100000,"duplicates":0}' in lines
+    claimed = [json.loads(line)["payload"]["to"] for line in lines if '"claim_token"' in line]
+    assert claimed == ["first@example.org", "app@example.org"]
+    assert [line for line in lines if '"result"' in line or line.startswith("too late")] == [
+        '{"id": 9, "result": "done"}',
+        '{"id": 10, "result": "retrying"}',
+        '{"id": 11, "result": "lost"}',
+        "too late: exit 76",
+        '{"id": 12, "result": "failed"}',
+    ]
+    assert re.search(r"^last_error +mailbox full$", done.stdout, re.MULTILINE)
+    assert '{"retrying":1,"failed":0}' in lines
+    assert '{"retried":1,"duplicates":0}' in lines
+    assert '{"purged":100002}' in lines
+    assert re.search(r"^mail +0 +0 +0 +0 +0 +0$", done.stdout, re.MULTILINE)
+    assert server.sql("SELECT FROM pg_namespace WHERE nspname = 'queue_tour'") == []

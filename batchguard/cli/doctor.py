@@ -11,6 +11,7 @@ from batchguard.cli.options import Config, Dsn, Local, Verbose, choose_dsn
 from batchguard.core.diagnosis import Diagnosis
 from batchguard.core.errors import BatchguardError, UsageError
 from batchguard.core.exit_codes import ExitCode
+from batchguard.core.job_settings import JobSettings
 from batchguard.core.number_table import NumberTable
 from batchguard.core.settings import RunSettings
 
@@ -38,7 +39,7 @@ def doctor(
     local: Local = False,
     verbose: Verbose = False,
 ) -> int:
-    """Find out whether everything is right for running batches under locks here."""
+    """Find out whether everything is right here for batches under locks, and for the queue."""
     if dsn is not None and local:
         raise UsageError("--dsn names one server and --local another; give one of them")
     if as_cron:
@@ -63,6 +64,7 @@ def _sentence(finding: Diagnosis) -> str:
 
 def _examine(dsn: str | None, config: str | None, local: bool, *, in_cron: bool) -> list[Diagnosis]:
     from batchguard.runtime.doctor import Named, examine_config, examine_host, examine_server, examine_settings
+    from batchguard.runtime.queue_doctor import examine_queue
 
     findings = list(examine_host(in_cron=in_cron, environ=os.environ))
     table, about_config = examine_config(config, os.environ)
@@ -72,7 +74,10 @@ def _examine(dsn: str | None, config: str | None, local: bool, *, in_cron: bool)
         named = Named(source, choose_dsn(dsn, local, table))
     except BatchguardError as error:
         return [*findings, Diagnosis("connection", "error", source, str(error), "correct it")]
-    return [*findings, *examine_server(named, RunSettings(**table.defaults))]
+    findings += examine_server(named, RunSettings(**table.defaults))
+    if not any(finding.id in ("connection", "primary") and finding.level == "error" for finding in findings):
+        findings += examine_queue(named.dsn, JobSettings(**table.jobs), is_expected=bool(table.jobs))
+    return findings
 
 
 def _source(dsn: str | None, local: bool, table: NumberTable) -> str:

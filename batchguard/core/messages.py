@@ -384,5 +384,5 @@ def jobs_lost(ids: Sequence[int], of: int) -> str:
     which = f"job {shown}" if of == 1 else f"{len(ids)} of {of} jobs ({shown})"
     return (
         f"lost {which}: the lease expired and another took it or reap took it back, or it was cancelled, or purged; "
-        "exit 76. See: batchguard jobs show ID"
+        f"exit 76. See: batchguard jobs show {ids[0]}"
     )

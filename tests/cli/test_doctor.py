@@ -1,18 +1,24 @@
 """`batchguard doctor`, against what can be wrong."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from batchguard.core.job_settings import JobSettings
+from batchguard.core.queue_diagnosis import QueueFacts, diagnose_queue
+from batchguard.runtime.queue_doctor import QueueDoctor
 from tests.fixtures.cluster import Cluster
 from tests.fixtures.guard import StartRun
 from tests.fixtures.pooler import MakePooler
 from tests.fixtures.proxy import MakeProxy
+from tests.fixtures.queue import Queue
 from tests.fixtures.server import Server, Workshop
 
 FIELDS = ["id", "level", "subject", "message", "fix", "value"]
@@ -52,6 +58,84 @@ def test_healthy_server(doctor: Doctor, table: str) -> None:
     }  # fmt: skip
     assert findings["timing"]["message"] == "check-timeout 1 (twice) + kill-after 0.5 + 5 = 7.5s, below ttl 8s"
     assert findings["keepalive"]["value"] == "8"
+
+
+@pytest.fixture
+def queue(server: Server, plain_jobs: Queue, tmp_path: Path) -> tuple[Queue, str]:
+    """Give a queue, and a config file that names its schema."""
+    file = tmp_path / "queue.toml"
+    file.write_text(f'[jobs]\nschema = "{plain_jobs.schema}"\n')
+    return plain_jobs, str(file)
+
+
+def test_healthy_queue(doctor: Doctor, queue: tuple[Queue, str]) -> None:
+    """Its version, and that nothing is forgotten."""
+    code, findings = doctor("--config", queue[1])
+    assert code == 0
+    assert findings["queue"]["value"] == "1"
+    assert findings["queue_leases"]["level"] == "ok"
+
+
+def test_sick_queue(doctor: Doctor, queue: tuple[Queue, str]) -> None:
+    """Old snapshots, dead rows, indexes that are not valid, autovacuum off, forgotten leases: each is a finding."""
+    jobs, config = queue
+    jobs.put(1, 2, 3)
+    jobs.claim("-n", "2")
+    jobs.sql("UPDATE {jobs} SET claimed_until = now() - interval '1 hour' WHERE status = 'running'")
+    jobs.sql("ALTER TABLE {jobs} SET (autovacuum_enabled = off)")
+    jobs.put(1, 2, queue="twice")
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        jobs.sql("CREATE UNIQUE INDEX CONCURRENTLY broken ON {jobs} (queue) WHERE queue = 'twice'")
+    _, findings = doctor("--config", config)
+    assert levels(findings) == {"queue_autovacuum": "warning", "queue_index": "error", "queue_leases": "warning"}
+    assert "broken" in findings["queue_index"]["message"]
+    assert findings["queue_leases"]["value"] == "2"
+
+
+def test_judgement_of_a_queue() -> None:
+    """What takes long to cause: an hour's snapshot, a hundred thousand dead rows; and each version that is not ours."""
+    sick = QueueFacts(
+        "queue",
+        1,
+        1,
+        dead_rows=100_001,
+        snapshot_age=3600.0,
+        snapshot_of="backend 7",
+        snapshot_end="SELECT pg_terminate_backend(7)",
+    )
+    findings = {finding.id: finding for finding in diagnose_queue(sick)}
+    assert findings["queue_dead_rows"].level == findings["queue_snapshot"].level == "warning"
+    assert "backend 7" in findings["queue_snapshot"].subject
+    assert "1h" in findings["queue_snapshot"].message
+    assert next(iter(diagnose_queue(QueueFacts("queue", 2, 1)))).fix == "install the batchguard that made it"
+    assert next(iter(diagnose_queue(QueueFacts("queue", 1, 2)))).fix == "batchguard jobs migrate"
+
+
+def test_oldest_snapshot_is_found(plain_jobs: Queue) -> None:
+    """Who keeps it, since when, and what would end it, as the server says it."""
+    doctor = QueueDoctor(plain_jobs.dsn, JobSettings(schema=plain_jobs.schema), "doctor", check_version=False)
+    with plain_jobs.server.connect(application_name="psql") as other, other.transaction():
+        other.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        pid = other.execute("SELECT pg_backend_pid()").fetchone()
+        with contextlib.closing(doctor):
+            facts = doctor.persist(doctor.gather)
+    assert pid is not None
+    assert facts is not None
+    assert facts.snapshot_of == f'backend {pid[0]} of postgres, "psql"'
+    assert facts.snapshot_end == f"SELECT pg_terminate_backend({pid[0]})"
+    assert 0 <= (facts.snapshot_age or -1) < 60
+
+
+def test_queue_that_is_missing_or_hidden(
+    doctor: Doctor, queue: tuple[Queue, str], jobs_role: str, tmp_path: Path
+) -> None:
+    """Spoken of in the config and not there; there, and not for this role."""
+    _, findings = doctor("--config", queue[1], dsn=jobs_role)
+    assert findings["queue_leases"]["level"] == "note"
+    file = tmp_path / "missing.toml"
+    file.write_text('[jobs]\nschema = "nowhere"\n')
+    _, findings = doctor("--config", str(file))
+    assert findings["queue"]["fix"] == "batchguard jobs migrate"
 
 
 def test_text(start: StartRun, table: str, server: Server) -> None:

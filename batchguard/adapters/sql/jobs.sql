@@ -382,3 +382,29 @@ SELECT queue, count(*) FROM {schema}.jobs WHERE status = 'done' GROUP BY queue
 -- name: estimate_done
 -- As the planner reckons.
 EXPLAIN (FORMAT JSON) SELECT FROM {schema}.jobs WHERE status = 'done' AND queue = $1
+
+-- name: diagnose
+-- What slows a queue down, as far as this role may see it: autovacuum, dead rows, indexes, and the oldest snapshot that
+-- keeps dead rows from being removed.
+SELECT current_setting('autovacuum') = 'on'
+         AND NOT coalesce(reloptions && ARRAY['autovacuum_enabled=false', 'autovacuum_enabled=off'], false),
+       pg_stat_get_dead_tuples(pg_class.oid),
+       (SELECT string_agg(indexrelid::regclass::text, ', ') FROM pg_index WHERE indrelid = pg_class.oid AND NOT indisvalid),
+       extract(epoch FROM clock_timestamp() - snapshots.since), snapshots.who, snapshots.statement
+  FROM pg_class
+  LEFT JOIN (
+       SELECT xact_start AS since, format('backend %s of %s, "%s"', pid, usename, application_name) AS who,
+              format('SELECT pg_terminate_backend(%s)', pid) AS statement
+         FROM pg_stat_activity
+        WHERE datname = current_database() AND pid <> pg_backend_pid()
+          AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)
+        UNION ALL
+       SELECT prepared, format('prepared transaction "%s" of %s', gid, owner), format('ROLLBACK PREPARED %L', gid)
+         FROM pg_prepared_xacts WHERE database = current_database()
+        ORDER BY 1 LIMIT 1) AS snapshots ON true
+ WHERE pg_class.oid = $1::regclass
+
+-- name: stuck_leases
+-- Running jobs that nobody has taken back for so long (seconds).
+SELECT count(*) FROM {schema}.jobs
+ WHERE status = 'running' AND claimed_until < now() - make_interval(secs => $1::float8)
