@@ -207,4 +207,4 @@ def test_queue_tour(environment: dict[str, str], server: Server) -> None:
     assert '{"retried":1,"duplicates":0}' in lines
     assert '{"purged":100002}' in lines
     assert re.search(r"^mail +0 +0 +0 +0 +0 +0$", done.stdout, re.MULTILINE)
-    assert server.sql("SELECT FROM pg_namespace WHERE nspname = 'queue_tour'") == []
+    assert server.sql("SELECT 1 FROM pg_namespace WHERE nspname = 'queue_tour'") == []
