@@ -2,11 +2,14 @@
 
 import json
 import re
+import threading
 from datetime import UTC, datetime, timedelta
 
+import psycopg
 import pytest
 
-from tests.fixtures.queue import Queue
+from tests.fixtures.queue import Done, Queue
+from tests.fixtures.waiting import until
 
 
 def test_one_job_in_and_out(jobs: Queue) -> None:
@@ -379,3 +382,32 @@ def test_claim_waits(jobs: Queue) -> None:
     assert jobs("claim", "--wait", "0.3").code == 3
     jobs.ok("enqueue", "1", "--in", "0.5s")
     assert len(jobs.claim("--wait", "20")) == 1
+
+
+def test_time_limits_of_the_role_do_not_count(jobs: Queue) -> None:
+    """A statement that waits for a lock longer than the role's statement_timeout is carried out all the same."""
+    jobs.put(1)
+    with jobs.server.connect() as other, other.transaction():
+        other.execute(f"LOCK TABLE {jobs.table} IN SHARE ROW EXCLUSIVE MODE")
+        done: list[Done] = []
+        thread = threading.Thread(target=lambda: done.append(jobs("claim")))
+        thread.start()
+        until(
+            lambda: jobs.sql(
+                "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'relation' AND now() - query_start > interval '1.2 s'"
+            )
+        )
+    thread.join()
+    assert (done[0].code, len(done[0].lines), done[0].err) == (0, 1, "")
+
+
+@pytest.mark.parametrize("argv", [("claim",), ("enqueue", "--lines"), ("stats",), ("migrate",)])
+def test_a_poolers_session_is_left_as_it_was(argv: tuple[str, ...], jobs: Queue) -> None:
+    """What is set is set for our own session or for one transaction: the next client of a pooler finds nothing of it."""
+    names = ("lock_timeout", "statement_timeout", "default_transaction_isolation", "default_transaction_read_only")
+    shown = "SELECT " + ", ".join(f"current_setting('{name}')" for name in names)
+    with psycopg.connect(jobs.server.dsn, options="", autocommit=True) as direct:
+        defaults = direct.execute(shown).fetchone()
+    with psycopg.connect(jobs.dsn, autocommit=True) as client:
+        jobs(*argv, stdin="1\n")
+        assert client.execute(shown).fetchone() == defaults
