@@ -220,7 +220,7 @@ class _Entrance(Queue):
 
     def explain(self, error: StatementError) -> Exception:
         """Data that this server does not take (its encoding, its limits) is a matter of who sends it."""
-        if error.sqlstate.startswith(("22", "23", "54")):
+        if error.sqlstate.startswith(("22", "23", "54", "0A")):
             return UsageError(f"the server does not take it ({error.sqlstate}: {error.message}); nothing is enqueued")
         return super().explain(error)
 

@@ -51,6 +51,9 @@ _TRIES = 10
 NOT_PRINTABLE = ("54000", "53200")
 """What a payload that is too large as text ends with: program limit exceeded, out of memory."""
 
+UNTRANSLATABLE = "22P05"
+"""A letter that the database's encoding does not have."""
+
 CHUNK = 1000
 """Jobs of one statement."""
 REAP_LIMIT = 100
@@ -268,12 +271,21 @@ class Queue(Connection):
         for token, ending, ids in group_claims(claims):
             for begin in range(0, len(ids), CHUNK):
                 chunk = ids[begin : begin + CHUNK]
-                rows = yield from self.run(verb, [chunk, token, *self.params_of(verb, ending)])
-                changed = _statuses(rows)
+                changed = _statuses((yield from self.end_chunk(verb, chunk, token, ending)))
                 missing = [id_ for id_ in chunk if id_ not in changed]
                 recalled = _statuses((yield from self.run("recall", [missing, token]))) if missing else {}
                 results.update({(each.id, token): each for each in results_of(verb, chunk, changed, recalled)})
         return [results[claim.id, claim.token] for claim in claims]
+
+    def end_chunk(self, verb: Verb, ids: Sequence[int], token: str, ending: Ending) -> Conversation[list[Row]]:
+        try:
+            return (yield from self.run(verb, [ids, token, *self.params_of(verb, ending)]))
+        except StatementError as error:
+            if error.sqlstate != UNTRANSLATABLE or ending.error is None or ending.error.isascii():
+                raise
+        # Better an error text with escapes than a job that cannot fail.
+        plain = ending.error.encode("ascii", "backslashreplace").decode()
+        return (yield from self.run(verb, [ids, token, *self.params_of(verb, replace(ending, error=plain))]))
 
     def params_of(self, verb: Verb, ending: Ending) -> list[object]:
         """Give what a statement takes besides ids and token."""

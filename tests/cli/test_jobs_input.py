@@ -13,7 +13,8 @@ from batchguard.core.errors import UsageError
 from batchguard.core.payload import verify_payload
 from tests.core.test_payload import GOOD, REFUSED
 from tests.fixtures.guard import COMMAND, StartRun, clean_environment
-from tests.fixtures.queue import Queue
+from tests.fixtures.queue import ForkServer, Queue
+from tests.fixtures.server import Server
 from tests.fixtures.waiting import until
 
 PRINTED = {
@@ -180,3 +181,23 @@ def test_interrupted_while_nobody_reads(plain_jobs: Queue) -> None:
 
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_letters_that_the_database_does_not_have(server: Server, forkserver: ForkServer) -> None:
+    """They are refused on the way in; in an error text they are escaped, so that the job can fail at all."""
+    server.sql("CREATE DATABASE euc ENCODING 'EUC_JP' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+    try:
+        euc = Server(f"{server.dsn} dbname=euc")
+        jobs = Queue(euc, euc.dsn, "batchguard", forkserver)
+        jobs.ok("migrate")
+        for argv, lines in ((("enqueue", '"😀"'), ""), (("enqueue", "--lines"), '"移"\n"😀"\n')):
+            refused = jobs(*argv, stdin=lines)
+            assert refused.code == 64
+            assert "the server does not take it (22P05" in refused.err
+        jobs.ok("enqueue", '"移行"')
+        [job] = jobs.claim()
+        assert job["payload"] == "移行"
+        assert jobs.end("fail", job, error="失敗 😀").lines[0]["result"] == "retrying"
+        assert jobs.sql("SELECT last_error FROM {jobs}") == [("\\u5931\\u6557 \\U0001f600",)]
+    finally:
+        server.sql("DROP DATABASE euc WITH (FORCE)")
