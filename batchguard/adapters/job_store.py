@@ -28,6 +28,11 @@ def in_schema(sql: str, schema: str) -> str:
     return sql.replace("{schema}", quote_identifier(schema))
 
 
+def statements_in(queries: Mapping[str, str], schema: str) -> dict[str, str]:
+    """Put a schema into all statements, and into some the beginning that they share."""
+    return {name: in_schema(text.replace("{own}", queries["own"]), schema) for name, text in queries.items()}
+
+
 def migrations(after: int, schema: str) -> list[tuple[int, str]]:
     """Give the migrations that follow a version, in their order: number and statements."""
     files = sorted(_MIGRATIONS.glob("[0-9]*.sql"))

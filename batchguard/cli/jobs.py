@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchguard.cli import upkeep
-from batchguard.cli.options import Config, Dsn, JobCall, Local, Schema, Verbose, open_jobs, read_option
+from batchguard.cli.options import JobCall, of_queue, read_option
 from batchguard.core.errors import UsageError
 from batchguard.core.exit_codes import ExitCode
 
@@ -54,26 +54,22 @@ they are told the ids.
 Exit codes: 0; 69 database unreachable; 77 login or right missing; 78 config, standby, newer schema."""
 
 
+@of_queue
 def migrate(
+    call: JobCall,
     dump_sql: Annotated[
         bool, typer.Option("--dump-sql", help="Print the SQL for psql instead; no server is asked.")
     ] = False,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Make the queue's table, or bring it up to date."""
     from batchguard.adapters import report
     from batchguard.runtime import migrate as work
 
     if dump_sql:
-        typer.echo(work.dump_sql(open_jobs(None, config, False, verbose, schema, with_dsn=False).settings))
+        typer.echo(work.dump_sql(call.settings))
         return ExitCode.OK
-    call = open_jobs(dsn, config, local, verbose, schema)
     before, after = work.migrate(call.dsn, call.settings)
-    if verbose or report.is_terminal():
+    if call.verbose or report.is_terminal():
         what = "is up to date" if before == after else "was made" if not before else f"came from version {before}"
         report.say(f'the queue in schema "{call.settings.schema}" {what}: version {after}')
     return ExitCode.OK
@@ -96,7 +92,9 @@ Exit codes: 0; 5 --fail-on-duplicate met one, and nothing is enqueued; 64 usage,
 69 database unreachable; 77 login or right missing; 78 config, standby, no queue yet."""
 
 
+@of_queue
 def enqueue(
+    call: JobCall,
     payload: Annotated[
         str | None,
         typer.Argument(metavar="[PAYLOAD|-]", help="One JSON value, or - for one on stdin.", show_default=False),
@@ -127,11 +125,6 @@ def enqueue(
     chunk: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Commit every N lines; after an error, say where to resume.")
     ] = None,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Put jobs in: one from the command line, or many from stdin."""
     from batchguard.runtime import enqueue as work
@@ -141,7 +134,6 @@ def enqueue(
         raise UsageError("--dedupe-key would be the same for all lines; use --jsonl, where each may have its own")
     if form is None and chunk is not None:
         raise UsageError("--chunk is for many jobs from stdin: --jsonl, --lines, --text or --null")
-    call = open_jobs(dsn, config, local, verbose, schema)
     defaults = _defaults(call, queue, priority, run_at, in_, max_attempts, dedupe_key)
     max_payload = call.settings.max_payload
     if form is None:
@@ -254,7 +246,9 @@ Queues = Annotated[
 ]
 
 
+@of_queue
 def claim(
+    call: JobCall,
     limit: Annotated[int, typer.Option("-n", "--limit", metavar="N", min=1, help="How many at most.")] = 1,
     queue: Queues = None,
     lease: Annotated[
@@ -263,11 +257,6 @@ def claim(
     wait: Annotated[
         str | None, typer.Option("-w", "--wait", metavar="D", help="Wait for the first one so long, or forever.")
     ] = None,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Claim jobs: a line of JSON each, with the token that proves whose it is."""
     from batchguard.core.job import read_lease
@@ -279,7 +268,6 @@ def claim(
     lease_s = read_option("--lease", lease, read_lease)
     names = [read_option("--queue", name, read_queue) or "" for name in queue or ()]
     _verify_stdout()
-    call = open_jobs(dsn, config, local, verbose, schema)
     queues = list(dict.fromkeys(names)) or [call.settings.queue]
     with claim_jobs(call.dsn, call.settings, queues, limit, lease_s or call.settings.lease, wait_s) as claimed:
         claimed.write_to(1)
@@ -312,21 +300,20 @@ Token = Annotated[str | None, typer.Argument(metavar="[TOKEN]", help="The claim_
 Stdin = Annotated[bool, typer.Option("--stdin", help="Stdin has a line of JSON for each job.")]
 
 
+@of_queue
 def complete(
+    call: JobCall,
     id_: JobId = None,
     token: Token = None,
     stdin: Stdin = False,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Say that jobs are done."""
-    return _end("complete", id_, token, stdin, _no_ending(), open_jobs(dsn, config, local, verbose, schema))
+    return _end("complete", id_, token, stdin, _no_ending(), call)
 
 
+@of_queue
 def fail(
+    call: JobCall,
     id_: JobId = None,
     token: Token = None,
     stdin: Stdin = False,
@@ -336,11 +323,6 @@ def fail(
     retry_in: Annotated[
         str | None, typer.Option(metavar="D", help="When it comes back.  [default: backoff, doubled each time]")
     ] = None,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Say that jobs have failed: they come back later, or have failed for good after their last attempt."""
     from batchguard.core.durations import parse_duration
@@ -354,41 +336,35 @@ def fail(
         exit_code=None if exit_code is None else read_exit_code(exit_code),
         error=None if error is None else clean_error(error),
     )
-    return _end("fail", id_, token, stdin, ending, open_jobs(dsn, config, local, verbose, schema))
+    return _end("fail", id_, token, stdin, ending, call)
 
 
+@of_queue
 def release(
+    call: JobCall,
     id_: JobId = None,
     token: Token = None,
     stdin: Stdin = False,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Give jobs back to their place, as if they had not been claimed: no attempt is used."""
-    return _end("release", id_, token, stdin, _no_ending(), open_jobs(dsn, config, local, verbose, schema))
+    return _end("release", id_, token, stdin, _no_ending(), call)
 
 
+@of_queue
 def extend(
+    call: JobCall,
     id_: JobId = None,
     token: Token = None,
     stdin: Stdin = False,
     lease: Annotated[
         str | None, typer.Option(metavar="D", help="How long from now.  [default: lease in [jobs], else 60s]")
     ] = None,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Keep jobs for longer."""
     from batchguard.core.job import Ending, read_lease
 
     ending = Ending(lease=read_option("--lease", lease, read_lease))
-    return _end("extend", id_, token, stdin, ending, open_jobs(dsn, config, local, verbose, schema))
+    return _end("extend", id_, token, stdin, ending, call)
 
 
 def _no_ending() -> "Ending":

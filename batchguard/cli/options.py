@@ -1,9 +1,10 @@
 """Options that several commands share."""
 
+import functools
+import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -145,27 +146,55 @@ def _start_local() -> str:
     return start_own_server(os.environ).dsn
 
 
-@dataclass(frozen=True)
 class JobCall:
-    """What every command of the queue needs: where it is, and how it is set."""
+    """What every command of the queue needs: where it is and how it is set; found out when it is asked for."""
 
-    dsn: str
-    settings: "JobSettings"
-    verbose: bool
+    def __init__(self, schema: str | None, dsn: str | None, config: str | None, local: bool, verbose: bool) -> None:
+        """Keep the options as they were given."""
+        self._schema = schema
+        self._dsn = dsn
+        self._config = config
+        self._local = local
+        self.verbose = verbose
+
+    @functools.cached_property
+    def table(self) -> NumberTable:
+        """The config file."""
+        table = load_config(self._config)
+        say_config(self._config, table, self.verbose)
+        return table
+
+    @functools.cached_property
+    def settings(self) -> "JobSettings":
+        """The settings of the queue."""
+        from batchguard.core.job_settings import build_job_settings, read_schema
+
+        schema = read_option("--schema", self._schema, read_schema)
+        return build_job_settings({} if schema is None else {"schema": schema}, self.table.jobs)
+
+    @functools.cached_property
+    def dsn(self) -> str:
+        """The database."""
+        return choose_dsn(self._dsn, self._local, self.table)
 
 
-def open_jobs(
-    dsn: str | None, config: str | None, local: bool, verbose: bool, schema: str | None, *, with_dsn: bool = True
-) -> JobCall:
-    """Give the database and the settings of the queue; with `with_dsn` False, no database is looked for.
+def of_queue(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the options that say where the queue is; its first parameter is the call they lead to."""
 
-    Raises:
-        BatchguardError: a line for the user.
-    """
-    from batchguard.core.job_settings import build_job_settings, read_schema
+    @functools.wraps(command, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+    def call_command(
+        schema: Schema = None,
+        dsn: Dsn = None,
+        config: Config = None,
+        local: Local = False,
+        verbose: Verbose = False,
+        **own: Any,
+    ) -> int:
+        return command(JobCall(schema, dsn, config, local, verbose), **own)
 
-    name = read_option("--schema", schema, read_schema)
-    table = load_config(config)
-    say_config(config, table, verbose)
-    settings = build_job_settings({} if name is None else {"schema": name}, table.jobs)
-    return JobCall(choose_dsn(dsn, local, table) if with_dsn else "", settings, verbose)
+    # Typer reads the parameters of what it is given: the command's own, and after them those that all have.
+    shared = list(inspect.signature(call_command, follow_wrapped=False).parameters.values())[:-1]
+    parameters = [*list(inspect.signature(command).parameters.values())[1:], *shared]
+    call_command.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+    call_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call_command

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from batchguard.cli.options import Config, Dsn, Local, Schema, Verbose, open_jobs, read_option
+from batchguard.cli.options import JobCall, of_queue, read_option
 from batchguard.core.errors import UsageError
 from batchguard.core.exit_codes import ExitCode
 
@@ -33,17 +33,13 @@ OneQueue = Annotated[str | None, typer.Option("--queue", metavar="Q", help="Of t
 Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]…", help="Of which jobs.", show_default=False)]
 
 
+@of_queue
 def reap(
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
+    call: JobCall,
 ) -> int:
     """Take jobs back whose lease has expired; every claim does so too, for up to a hundred."""
     from batchguard.runtime.upkeep import Upkeep
 
-    call = open_jobs(dsn, config, local, verbose, schema)
     upkeep = Upkeep(call.dsn, call.settings, "reap")
     upkeep.do(upkeep.reap_all)
     _print_counts(retrying=upkeep.tally["pending"], failed=upkeep.tally["failed"])
@@ -59,18 +55,15 @@ LIST_EPILOG = """Examples:
 Without --status: what runs, what has failed, and what is pending; done jobs only with --status done."""
 
 
+@of_queue
 def list_(
+    call: JobCall,
     queue: OneQueue = None,
     status: Annotated[
         list[str] | None, typer.Option(metavar="S", help="pending, running, done or failed; may be repeated.")
     ] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", metavar="N", min=1, help="How many at most.")] = 100,
     as_json: AsJson = False,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """List jobs, without their payloads."""
     from batchguard.cli.listing import print_listing
@@ -81,7 +74,6 @@ def list_(
         if name not in STATUSES:
             raise UsageError(f'--status: "{name}" is none of {", ".join(sorted(STATUSES))}')
     wanted = [name for name in STATUSES if (name in status if status else name != "done")]
-    call = open_jobs(dsn, config, local, verbose, schema)
     upkeep = Upkeep(call.dsn, call.settings, "list")
     found = upkeep.do(lambda: upkeep.list_jobs(wanted, queue, limit))
     if as_json:
@@ -123,14 +115,11 @@ def _local(moment: str | None) -> str:
     return datetime.fromisoformat(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S") if moment else "?"
 
 
+@of_queue
 def show(
+    call: JobCall,
     id_: Annotated[str, typer.Argument(metavar="ID", help="Of which job.")],
     as_json: AsJson = False,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Show one job whole, with its payload."""
     from batchguard.adapters import report
@@ -138,7 +127,6 @@ def show(
     from batchguard.runtime.upkeep import Upkeep
 
     number = read_id(id_)
-    call = open_jobs(dsn, config, local, verbose, schema)
     upkeep = Upkeep(call.dsn, call.settings, "show")
     found = upkeep.do(lambda: upkeep.show(number))
     if found is None:
@@ -162,20 +150,16 @@ STATS_EPILOG = """The keys of --json: queue, ready (claimable now), delayed, run
 over), failed, done_estimate (counted while there are few, else the planner's guess), oldest_ready_s."""
 
 
+@of_queue
 def stats(
+    call: JobCall,
     queue: OneQueue = None,
     as_json: AsJson = False,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Count what there is in each queue."""
     from batchguard.cli.listing import print_listing
     from batchguard.runtime.upkeep import Upkeep
 
-    call = open_jobs(dsn, config, local, verbose, schema)
     upkeep = Upkeep(call.dsn, call.settings, "stats")
     found = upkeep.do(lambda: upkeep.stats(queue))
     if as_json:
@@ -211,14 +195,11 @@ Exit codes: 0 all are done; 1 one has failed; 124 --wait is over; 64 usage; 69 d
 there (purged?), so that nobody can tell; 77 login or right missing; 78 config, standby, no queue yet."""
 
 
+@of_queue
 def wait(
+    call: JobCall,
     ids: Ids = None,
     wait_: Annotated[str | None, typer.Option("-w", "--wait", metavar="D", help="Give up after so long.")] = None,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Wait until jobs are done, or have failed."""
     from batchguard.adapters import report
@@ -228,7 +209,6 @@ def wait(
 
     wanted = _read_ids(ids)
     wait_s = read_option("--wait", wait_, lambda text: float(read_setting("wait", text)))
-    call = open_jobs(dsn, config, local, verbose, schema)
     states = Upkeep(call.dsn, call.settings, "wait").wait(wanted, now() + (inf if wait_s is None else wait_s))
     if states is None:
         report.say(f"waited {wait_} for {_jobs(wanted)}: not finished yet; exit 124")
@@ -269,22 +249,18 @@ Exit codes: 0; 1 a job that was named was not retried; 64 usage; 69 database unr
 78 config, standby, no queue yet."""
 
 
+@of_queue
 def retry(
+    call: JobCall,
     ids: Ids = None,
     queue: Annotated[list[str] | None, typer.Option("--queue", metavar="Q", help="All that failed of a queue.")] = None,
     all_queues: Annotated[bool, typer.Option("--all-queues", "--all", help="All that failed.")] = False,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Make failed jobs pending again."""
     from batchguard.runtime.upkeep import Upkeep
 
     _verify_choice(bool(ids), bool(queue), all_queues)
     wanted = _read_ids(ids) if ids else []
-    call = open_jobs(dsn, config, local, verbose, schema)
     upkeep = Upkeep(call.dsn, call.settings, "retry")
     if wanted:
         return _print_results(upkeep.do(lambda: upkeep.retry_ids(wanted)), "retried")
@@ -310,21 +286,17 @@ Exit codes: 0; 1 a job that was named was neither pending nor running; 64 usage;
 right missing; 78 config, standby, no queue yet."""
 
 
+@of_queue
 def cancel(
+    call: JobCall,
     ids: Ids = None,
     queue: Annotated[str | None, typer.Option("--queue", metavar="Q", help="All open ones of a queue.")] = None,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Cancel jobs that are pending or running."""
     from batchguard.runtime.upkeep import Upkeep
 
     _verify_choice(bool(ids), bool(queue))
     wanted = _read_ids(ids) if ids else []
-    call = open_jobs(dsn, config, local, verbose, schema)
     upkeep = Upkeep(call.dsn, call.settings, "cancel")
     if wanted:
         return _print_results(upkeep.do(lambda: upkeep.cancel_ids(wanted)), "cancelled")
@@ -342,21 +314,17 @@ PURGE_EPILOG = """Examples:
 Failed jobs stay without --failed: a cron line must not delete what nobody has looked at yet."""
 
 
+@of_queue
 def purge(
+    call: JobCall,
     older_than: Annotated[str, typer.Option(metavar="D", help="Done at least so long ago.")],
     failed: Annotated[bool, typer.Option("--failed", help="The failed ones too.")] = False,
-    schema: Schema = None,
-    dsn: Dsn = None,
-    config: Config = None,
-    local: Local = False,
-    verbose: Verbose = False,
 ) -> int:
     """Delete jobs that were done long ago, a few thousand at a time."""
     from batchguard.core.durations import parse_duration
     from batchguard.runtime.upkeep import Upkeep
 
     seconds = read_option("--older-than", older_than, parse_duration) or 0.0
-    call = open_jobs(dsn, config, local, verbose, schema)
     upkeep = Upkeep(call.dsn, call.settings, "purge")
     upkeep.do(lambda: upkeep.purge(seconds, failed=failed))
     _print_counts(purged=upkeep.tally["purged"])

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 
-from batchguard.adapters.job_store import SCHEMA_VERSION, migrations, quote_identifier, statements_of
+from batchguard.adapters.job_store import SCHEMA_VERSION, migrations, quote_identifier, statements_in, statements_of
 from batchguard.adapters.postgres import Conversation, StatementError, load_queries
 from batchguard.core import refusals
 from batchguard.core.errors import ConfigError
@@ -88,7 +88,7 @@ def _set_version(statement: str) -> str:
 def dump_sql(settings: JobSettings) -> str:
     """Write down what `migrate` does in a database without a queue, for psql; a second time it changes nothing."""
     schema = quote_identifier(settings.schema)
-    queries = {name: text.replace("{schema}", schema) for name, text in load_queries("jobs").items()}
+    queries = statements_in(load_queries("jobs"), settings.schema)
     scripts: Sequence[str] = [text.strip() for _, text in migrations(0, settings.schema)]
     parts = [
         f"-- The queue of batchguard in schema {schema}, version {SCHEMA_VERSION}. Run it with: psql -f FILE",

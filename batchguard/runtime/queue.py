@@ -10,9 +10,9 @@ from typing import TypeVar
 from batchguard.adapters.clock import now
 from batchguard.adapters.job_store import (
     SCHEMA_VERSION,
-    in_schema,
     quote_identifier,
     read_claimed,
+    statements_in,
 )
 from batchguard.adapters.postgres import (
     Conversation,
@@ -78,7 +78,7 @@ class Queue(Connection):
         super().__init__(refusals.JOBS, dsn, "the queue", f"batchguard jobs {command}")
         self.jobs = settings
         self.check_version = check_version
-        self.statements = {name: in_schema(text, settings.schema) for name, text in load_queries("jobs").items()}
+        self.statements = statements_in(load_queries("jobs"), settings.schema)
         self.quoted_schema = quote_identifier(settings.schema)
         self.is_own = True
         """Whether the session is ours alone, so that what is set stays set for us and for nobody else."""

@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from batchguard.adapters.job_store import in_schema
+from batchguard.adapters.job_store import statements_in
 from batchguard.adapters.postgres import load_queries
 from tests.fixtures.queue import ForkServer, Queue
 from tests.fixtures.server import Server
@@ -107,10 +107,10 @@ def test_plans(mode: str, full: Queue) -> None:
     """No scan of the table, no sort, no hash, no merge; a claim reads a bounded number of buffers."""
     with full.server.connect() as connection:
         connection.execute(f"SET plan_cache_mode = {mode}")
-        for name, text in load_queries("jobs").items():
+        for name, text in statements_in(load_queries("jobs"), full.schema).items():
             if name not in STATEMENTS:
                 continue
-            connection.execute(f"PREPARE {name} AS {in_schema(text, full.schema)}".encode())
+            connection.execute(f"PREPARE {name} AS {text}".encode())
             plan = explain(connection, name)
             found = {
                 node["Node Type"]

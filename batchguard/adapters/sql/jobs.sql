@@ -160,14 +160,19 @@ SELECT id, queue, priority, attempts, max_attempts,
 SELECT CASE WHEN octet_length(printed) <= $3::bigint THEN printed END
   FROM (SELECT payload::text AS printed FROM {schema}.jobs WHERE id = $1 AND claim_token = $2 OFFSET 0) AS one
 
--- name: complete
--- Our own running ones, locked in the order of their ids: two who complete the same jobs must not lock one another out.
+-- name: own
+-- How the next four begin: our own running ones, locked in the order of their ids ($1 is sorted), since two who end the
+-- same jobs must not lock one another out.
 WITH own AS MATERIALIZED (
-    SELECT job.id FROM unnest($1::bigint[]) WITH ORDINALITY AS wanted (id, place),
+    SELECT job.id FROM unnest($1::bigint[]) AS wanted (id),
            LATERAL (SELECT id FROM {schema}.jobs
                      WHERE jobs.id = wanted.id AND status = 'running' AND claim_token = $2
                        FOR NO KEY UPDATE) AS job
 )
+
+-- name: complete
+-- Done.
+{own}
 UPDATE {schema}.jobs
    SET status = 'done', finished_at = clock_timestamp(), claimed_until = NULL,
        exit_code = NULL, reason = NULL, last_error = NULL
@@ -178,12 +183,7 @@ RETURNING id, status
 -- Back for another attempt after a pause that doubles, or failed: for good ($3), or after the last attempt. $4 is the
 -- pause where it was said (seconds); of the doubled one a quarter is left to chance, so that jobs that failed together
 -- do not come back together.
-WITH own AS MATERIALIZED (
-    SELECT job.id FROM unnest($1::bigint[]) WITH ORDINALITY AS wanted (id, place),
-           LATERAL (SELECT id FROM {schema}.jobs
-                     WHERE jobs.id = wanted.id AND status = 'running' AND claim_token = $2
-                       FOR NO KEY UPDATE) AS job
-)
+{own}
 UPDATE {schema}.jobs
    SET status = CASE WHEN $3::boolean OR attempts >= max_attempts THEN 'failed' ELSE 'pending' END,
        finished_at = CASE WHEN $3::boolean OR attempts >= max_attempts THEN clock_timestamp() END,
@@ -197,12 +197,7 @@ RETURNING id, status
 
 -- name: release
 -- Back to its place, as if it had not been claimed.
-WITH own AS MATERIALIZED (
-    SELECT job.id FROM unnest($1::bigint[]) WITH ORDINALITY AS wanted (id, place),
-           LATERAL (SELECT id FROM {schema}.jobs
-                     WHERE jobs.id = wanted.id AND status = 'running' AND claim_token = $2
-                       FOR NO KEY UPDATE) AS job
-)
+{own}
 UPDATE {schema}.jobs
    SET status = 'pending', claimed_until = NULL, attempts = greatest(attempts - 1, 0)
  WHERE id = ANY (ARRAY (SELECT id FROM own))
@@ -210,12 +205,7 @@ RETURNING id, status
 
 -- name: extend
 -- Never earlier than it was.
-WITH own AS MATERIALIZED (
-    SELECT job.id FROM unnest($1::bigint[]) WITH ORDINALITY AS wanted (id, place),
-           LATERAL (SELECT id FROM {schema}.jobs
-                     WHERE jobs.id = wanted.id AND status = 'running' AND claim_token = $2
-                       FOR NO KEY UPDATE) AS job
-)
+{own}
 UPDATE {schema}.jobs
    SET claimed_until = greatest(claimed_until, clock_timestamp() + make_interval(secs => $3::float8))
  WHERE id = ANY (ARRAY (SELECT id FROM own))
