@@ -23,6 +23,11 @@ def quote_identifier(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
+def quote_literal(text: str) -> str:
+    """Quote a text as SQL does, whatever standard_conforming_strings says."""
+    return "E'" + text.replace("\\", "\\\\").replace("'", "''") + "'"
+
+
 def in_schema(sql: str, schema: str) -> str:
     """Put a schema into a statement."""
     return sql.replace("{schema}", quote_identifier(schema))
@@ -48,7 +53,7 @@ def statements_of(script: str) -> list[str]:
 
 def read_claimed(row: Row, token: str, lease: float, schema: str) -> ClaimedJob:
     """Read a row of `claim` or `claimed`; a payload that did not come is empty."""
-    id_, queue, priority, attempts, max_attempts, created_at, claimed_until, created_utc, dedupe_key, payload = row
+    id_, queue, priority, attempts, max_attempts, created_at, claimed_until, dedupe_key, payload = row
     return ClaimedJob(
         id=int(id_ or 0),
         claim_token=token,
@@ -60,7 +65,7 @@ def read_claimed(row: Row, token: str, lease: float, schema: str) -> ClaimedJob:
         claimed_until=claimed_until or "",
         lease=lease,
         dedupe_key=dedupe_key,
-        idempotency_key=f"{schema}.jobs:{id_}:{created_utc}",
+        idempotency_key=f"{schema}.jobs:{id_}:{created_at}",
         payload=payload or "",
     )
 

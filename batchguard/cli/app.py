@@ -12,7 +12,7 @@ from typer.exceptions import TyperException
 
 from batchguard import __version__
 from batchguard.cli import run
-from batchguard.core.errors import BatchguardError, TableError
+from batchguard.core.errors import BatchguardError, SignalReceived, TableError
 from batchguard.core.exit_codes import ExitCode, exit_code_of_signal
 
 # Rich would load for the sake of a prettier help; a cron prefix pays that every minute.
@@ -70,7 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     except BatchguardError as error:
         return _fail(str(error), error.exit_code, error.log_format)
     except (KeyboardInterrupt, typer.Abort):
-        return exit_code_of_signal(2)
+        return exit_code_of_signal(signal.SIGINT)
+    except SignalReceived as error:
+        return exit_code_of_signal(error.number)
     except SystemExit:  # typer's for a broken pipe (`status | head`), with a 1 that would mean "held"
         return exit_code_of_signal(signal.SIGPIPE)
     except OSError as error:
@@ -93,7 +95,8 @@ def _usage(error: TyperException) -> int:
         return ExitCode.USAGE
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "batchguard"
-    return _fail(f"{message.rstrip('.')}. Try: {command} --help", ExitCode.USAGE)
+    end = "" if (message := message.rstrip(".")).endswith("?") else "."
+    return _fail(f"{message}{end} Try: {command} --help", ExitCode.USAGE)
 
 
 def _fail(message: str, code: ExitCode, log_format: str = "text") -> int:

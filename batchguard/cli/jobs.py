@@ -1,22 +1,28 @@
 """`batchguard jobs`: a queue in one table; here jobs come in, are claimed, and end."""
 
+import errno
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from batchguard.cli import upkeep
+from batchguard.cli.listing import print_lines
 from batchguard.cli.options import JobCall, of_queue, read_option
-from batchguard.core.errors import UsageError
-from batchguard.core.exit_codes import ExitCode
+from batchguard.core.errors import BatchguardError, UsageError
+from batchguard.core.exit_codes import ExitCode, exit_code_of_signal
 
 if TYPE_CHECKING:
+    from typing import BinaryIO
+
     from batchguard.core.envelope import NewJob
     from batchguard.core.job import Claim, Ending, Verb
-    from batchguard.runtime.enqueue import Enqueued, Form
+    from batchguard.runtime.enqueue import Chunks, Enqueued, Form
 
 jobs = typer.Typer(
     name="jobs",
@@ -25,6 +31,8 @@ jobs = typer.Typer(
     help="A queue in one PostgreSQL table, for cron batches and shell scripts. A job is given out at least once: a "
     "worker that dies after its mail went out and before it said so is followed by another. The idempotency key is "
     "the same each time; use it.",
+    epilog="Settings in [jobs] of the config file: schema, queue, lease, max_attempts, backoff, backoff_max, "
+    "max_payload.",
 )
 
 
@@ -33,10 +41,10 @@ def register(app: typer.Typer) -> None:
     jobs.command(epilog=MIGRATE_EPILOG)(migrate)
     jobs.command(epilog=ENQUEUE_EPILOG)(enqueue)
     jobs.command(epilog=CLAIM_EPILOG)(claim)
-    jobs.command(epilog=END_EPILOG)(complete)
-    jobs.command(epilog=END_EPILOG)(fail)
-    jobs.command(epilog=END_EPILOG)(release)
-    jobs.command(epilog=END_EPILOG)(extend)
+    jobs.command(epilog=COMPLETE_EPILOG)(complete)
+    jobs.command(epilog=FAIL_EPILOG)(fail)
+    jobs.command(epilog=RELEASE_EPILOG)(release)
+    jobs.command(epilog=EXTEND_EPILOG)(extend)
     upkeep.register(jobs)
     app.add_typer(jobs)
 
@@ -48,8 +56,8 @@ MIGRATE_EPILOG = """Examples:
   batchguard jobs migrate --dump-sql | psql "$DSN"      (as a role that may create a schema)
 
 A second time changes nothing, and any number of hosts may do it at once. Those who only enqueue need
-GRANT USAGE ON SCHEMA, and INSERT on (payload, queue, priority, run_at, max_attempts, dedupe_key); with SELECT on (id)
-they are told the ids.
+GRANT USAGE ON SCHEMA, and INSERT on (payload, queue, priority, run_at, max_attempts, dedupe_key); with SELECT on
+(id, queue, dedupe_key, status) they are told the ids. Workers need SELECT and UPDATE on the table, purge DELETE too.
 
 Exit codes: 0; 69 database unreachable; 77 login or right missing; 78 config, standby, newer schema."""
 
@@ -84,9 +92,11 @@ ENQUEUE_EPILOG = """Examples:
   find /in -name '*.csv' -print0 | batchguard jobs enqueue --null
 
 An INSERT INTO batchguard.jobs (payload) VALUES (…) in your own transaction is as good. Input is UTF-8, checked to the
-end before anything is sent: all of it is enqueued, or nothing. Numbers stay as they are written, to the digit. One job
-prints its id (the id of the job that has its dedupe key already, if there is one); many print
-{"enqueued":N,"duplicates":M}. A dedupe key is free again when its job is done or has failed.
+end before anything is sent: all of it is enqueued, or nothing; with --chunk, all up to the first error. Numbers keep
+all their digits. A line of --jsonl may have payload, queue, priority, run_at, max_attempts and dedupe_key; the options
+are for the lines that do not say. One job prints its id (that of the job that has its dedupe key already, if there is
+one); many print {"enqueued":N,"duplicates":M}. A dedupe key is free again when its job is done or has failed. What a
+payload may have is max_payload in [jobs] of the config file, 1MiB unless said. Write -- before a number below 0.
 
 Exit codes: 0; 5 --fail-on-duplicate met one, and nothing is enqueued; 64 usage, or what is wrong in which line;
 69 database unreachable; 77 login or right missing; 78 config, standby, no queue yet."""
@@ -114,7 +124,10 @@ def enqueue(
     run_at: Annotated[str | None, typer.Option(metavar="TIME", help="Not before: 2026-12-24T06:00:00+09:00.")] = None,
     in_: Annotated[str | None, typer.Option("--in", metavar="D", help="Not before so long from now.")] = None,
     max_attempts: Annotated[
-        int | None, typer.Option(metavar="N", help="How often it is tried; the first run counts.")
+        int | None,
+        typer.Option(
+            metavar="N", help="How often it is tried; the first run counts.  [default: max_attempts in [jobs], else 5]"
+        ),
     ] = None,
     dedupe_key: Annotated[
         str | None, typer.Option(metavar="KEY", help="At most one pending or running job of the queue has it.")
@@ -138,29 +151,50 @@ def enqueue(
     max_payload = call.settings.max_payload
     if form is None:
         job = (
-            work.read_value(sys.stdin.buffer, defaults, max_payload)
+            work.read_value(_stdin(), defaults, max_payload)
             if payload == "-"
-            else work.read_payload(payload or "", defaults, max_payload)
+            else work.read_argument(payload or "", defaults, max_payload)
         )
         return _enqueue_one(call, job, fail_on_duplicate=fail_on_duplicate)
-    source = work.read_jobs(sys.stdin.buffer, form, defaults, max_payload)
+    source = work.read_jobs(_stdin(), form, defaults, max_payload)
     if chunk is None:
         done = work.enqueue_all(call.dsn, call.settings, source, fail_on_duplicate=fail_on_duplicate)
         return _say_enqueued(done, fail_on_duplicate=fail_on_duplicate)
-    done, dealt_with, error = work.enqueue_chunks(
-        call.dsn, call.settings, source, chunk, fail_on_duplicate=fail_on_duplicate
+    return _enqueue_chunks(
+        work.Chunks(call.dsn, call.settings, chunk, fail_on_duplicate=fail_on_duplicate), source, work.unit(form)
     )
-    code = _say_enqueued(done, fail_on_duplicate=fail_on_duplicate)
-    if error is None and code == ExitCode.OK:
-        return code
-    unit = "item" if form == "null" else "line"
-    place = f"{unit}s 1 to {dealt_with} are dealt with; resume at {unit} {dealt_with + 1}"
-    if error is not None:
-        raise type(error)(f"{error} {place[0].upper()}{place[1:]}.")
+
+
+def _enqueue_chunks(chunks: "Chunks", source: "Iterable[NewJob]", unit: str) -> int:
+    """Put in chunks, and say in the end, whatever it is, what is in and where to resume."""
     from batchguard.adapters import report
 
-    report.say(f"a dedupe key is in use: {place}")
+    def place() -> str:
+        done = chunks.dealt_with
+        tail = f" (tail -n +{done + 1})" if unit == "line" else ""
+        return (
+            f"{unit}s 1 to {done} are dealt with; resume at {unit} {done + 1}{tail}" if done else "nothing is enqueued"
+        )
+
+    try:
+        chunks.put(source)
+    except BatchguardError as error:
+        _say_enqueued(chunks.total, fail_on_duplicate=False)
+        raise type(error)(f"{str(error).rstrip('.')}; {place()}") from None
+    except KeyboardInterrupt:
+        _say_enqueued(chunks.total, fail_on_duplicate=False)
+        report.say(f"interrupted; {place()}")
+        raise
+    code = _say_enqueued(chunks.total, fail_on_duplicate=chunks.fail_on_duplicate)
+    if code != ExitCode.OK:
+        report.say(f"a dedupe key is in use; {place()}")
     return code
+
+
+def _stdin() -> "BinaryIO":
+    if sys.stdin is None:
+        raise UsageError("stdin is closed")
+    return sys.stdin.buffer
 
 
 def _form(payload: str | None, **wanted: bool) -> "Form | None":
@@ -210,21 +244,35 @@ def _enqueue_one(call: JobCall, job: "NewJob", *, fail_on_duplicate: bool) -> in
     from batchguard.runtime.enqueue import enqueue_one
 
     done = enqueue_one(call.dsn, call.settings, job)
-    if done.is_duplicate and fail_on_duplicate:
-        report.say(f"dedupe key {job.dedupe_key!r} is in use by job {done.id}: nothing was enqueued, exit 5")
-        return ExitCode.DUPLICATE
-    if done.id is None:
+    if done.is_duplicate:
+        by = "" if done.id is None else f" by job {done.id}"
+        message = f"dedupe key {job.dedupe_key!r} is in use{by}: nothing was enqueued"
+        if fail_on_duplicate:
+            report.say(f"{message}, exit 5")
+            return ExitCode.DUPLICATE
+        if done.id is None or call.verbose or report.is_terminal():
+            report.say(message)
+    elif done.id is None:
         report.say("enqueued; this role may not read ids (GRANT SELECT (id) would allow it)")
-    else:
-        typer.echo(done.id)
-    if done.is_duplicate and (call.verbose or report.is_terminal()):
-        report.say(f"dedupe key {job.dedupe_key!r} is in use by job {done.id}: nothing was enqueued")
+    if done.id is not None:
+        _print_done(str(done.id), f"job {done.id} is enqueued")
     return ExitCode.OK
 
 
 def _say_enqueued(done: "Enqueued", *, fail_on_duplicate: bool) -> int:
-    typer.echo(json.dumps({"enqueued": done.count, "duplicates": done.duplicates}, separators=(",", ":")))
+    counts = json.dumps({"enqueued": done.count, "duplicates": done.duplicates}, separators=(",", ":"))
+    _print_done(counts, f"{done.count} jobs are enqueued")
     return ExitCode.DUPLICATE if fail_on_duplicate and done.duplicates else ExitCode.OK
+
+
+def _print_done(line: str, done: str) -> None:
+    """Print what came of something that is done, and would be done twice if it were taken for a failure."""
+    from batchguard.adapters import report
+
+    try:
+        print_lines([line])
+    except OSError as error:
+        report.say(f"{done}, although that could not be written ({error.strerror})")
 
 
 CLAIM_EPILOG = """Examples:
@@ -236,13 +284,19 @@ CLAIM_EPILOG = """Examples:
 
 A claim prints a line of JSON for each job. The job is yours for the lease; who does not complete, fail, release or
 extend it by then loses it to another worker. Several --queue are looked through in their order. The jobs that could
-not be written, because the reader had gone, are released.
+not be written, because the reader had gone or a signal came, are released; what is in the pipe already counts as
+written.
 
-Exit codes: 0; 3 nothing to claim now; 64 usage; 69 database unreachable; 77 login or right missing; 78 config, standby,
-no queue yet."""
+Exit codes: 0; 3 nothing to claim now; 141 the reader had gone; 64 usage; 69 database unreachable; 77 login or right
+missing; 78 config, standby, no queue yet."""
 
 Queues = Annotated[
-    list[str] | None, typer.Option("--queue", metavar="Q", help="The queue; may be repeated, the first comes first.")
+    list[str] | None,
+    typer.Option(
+        "--queue",
+        metavar="Q",
+        help="May be repeated, the first comes first.  [default: queue in [jobs], else default]",
+    ),
 ]
 
 
@@ -259,19 +313,28 @@ def claim(
     ] = None,
 ) -> int:
     """Claim jobs: a line of JSON each, with the token that proves whose it is."""
+    from batchguard.adapters import report
     from batchguard.core.job import read_lease
     from batchguard.core.job_settings import read_queue
     from batchguard.core.settings import read_setting
-    from batchguard.runtime.claim import claim_jobs
+    from batchguard.runtime.claim import WriteError, claim_jobs
 
     wait_s = read_option("--wait", wait, lambda text: float(read_setting("wait", text))) or 0.0
     lease_s = read_option("--lease", lease, read_lease)
     names = [read_option("--queue", name, read_queue) or "" for name in queue or ()]
     _verify_stdout()
     queues = list(dict.fromkeys(names)) or [call.settings.queue]
-    with claim_jobs(call.dsn, call.settings, queues, limit, lease_s or call.settings.lease, wait_s) as claimed:
-        claimed.write_to(1)
-    return ExitCode.OK if claimed.jobs else ExitCode.NOTHING_CLAIMABLE
+    try:
+        with claim_jobs(call.dsn, call.settings, queues, limit, lease_s or call.settings.lease, wait_s) as claimed:
+            claimed.write_to(1)
+    except WriteError as error:
+        report.say(str(error))
+        return exit_code_of_signal(signal.SIGPIPE) if error.number == errno.EPIPE else error.exit_code
+    if claimed.jobs:
+        return ExitCode.OK
+    if call.verbose or report.is_terminal():
+        report.say(f"nothing to claim now in queue {', '.join(queues)}; exit 3")
+    return ExitCode.NOTHING_CLAIMABLE
 
 
 def _verify_stdout() -> None:
@@ -281,19 +344,46 @@ def _verify_stdout() -> None:
         raise UsageError("stdout is closed, and the jobs would be lost") from None
 
 
-END_EPILOG = """Examples:
+_ENDS = """
+
+Each prints {"id": …, "result": …} for each job. Lines of --stdin need id and claim_token, so what claim printed will
+do. It may be repeated: "already" means that it was done before, and is success.
+
+Exit codes: 0; 64 usage; 69 database unreachable; 76 lost: the lease expired and the job was taken back or given to
+another, it was cancelled, or the token is not of its claim; 77 login or right missing; 78 config, standby, no queue
+yet."""
+
+COMPLETE_EPILOG = f"""Examples:
 
 \b
   batchguard jobs complete 17 6f1c0c1e-…
-  batchguard jobs fail 17 6f1c0c1e-… --error "mailbox full" --retry-in 1h
   batchguard jobs complete --stdin < claimed.jsonl
 
-Each prints {"id": …, "result": …} for each job. Lines of --stdin need id and claim_token, so what claim printed will
-do; for fail they may have retry, retry_in, error and exit_code, for extend lease. Each may be repeated: "already" is
-success.
+The result is done, already or lost.{_ENDS}"""
 
-Exit codes: 0; 64 usage; 69 database unreachable; 76 lost: the lease expired and the job was taken back or given to
-another, or it was cancelled; 77 login or right missing; 78 config, standby, no queue yet."""
+FAIL_EPILOG = f"""Examples:
+
+\b
+  batchguard jobs fail 17 6f1c0c1e-… --error "mailbox full" --retry-in 1h
+  jq -c '{{id, claim_token, error: "no such user", retry: false}}' claimed.jsonl | batchguard jobs fail --stdin
+
+The result is retrying, failed, already or lost. A line may have retry, retry_in, error and exit_code; the options are
+for lines that do not say. After its last attempt a job has failed, whatever is said.{_ENDS}"""
+
+RELEASE_EPILOG = f"""Examples:
+
+\b
+  batchguard jobs release --stdin < claimed.jsonl
+
+The result is released, already or lost.{_ENDS}"""
+
+EXTEND_EPILOG = f"""Examples:
+
+\b
+  batchguard jobs extend 17 6f1c0c1e-… --lease 10m
+
+The result is extended or lost. A lease never becomes shorter; one that is over can be extended as long as nobody has
+taken the job. A line of --stdin may have lease.{_ENDS}"""
 
 JobId = Annotated[str | None, typer.Argument(metavar="[ID]", help="Of which job.", show_default=False)]
 Token = Annotated[str | None, typer.Argument(metavar="[TOKEN]", help="The claim_token.", show_default=False)]
@@ -321,7 +411,10 @@ def fail(
     exit_code: Annotated[int | None, typer.Option(metavar="N", help="What the command ended with; kept too.")] = None,
     no_retry: Annotated[bool, typer.Option("--no-retry", help="It has failed for good.")] = False,
     retry_in: Annotated[
-        str | None, typer.Option(metavar="D", help="When it comes back.  [default: backoff, doubled each time]")
+        str | None,
+        typer.Option(
+            metavar="D", help="When it comes back.  [default: backoff in [jobs], else 10s, doubled each time]"
+        ),
     ] = None,
 ) -> int:
     """Say that jobs have failed: they come back later, or have failed for good after their last attempt."""
@@ -333,8 +426,8 @@ def fail(
     ending = Ending(
         is_final=no_retry,
         retry_in=read_option("--retry-in", retry_in, parse_duration),
-        exit_code=None if exit_code is None else read_exit_code(exit_code),
-        error=None if error is None else clean_error(error),
+        exit_code=read_option("--exit-code", exit_code, read_exit_code),
+        error=read_option("--error", error, clean_error),
     )
     return _end("fail", id_, token, stdin, ending, call)
 
@@ -383,10 +476,10 @@ def _end(verb: "Verb", id_: str | None, token: str | None, stdin: bool, ending: 
         raise UsageError("give ID and TOKEN, or --stdin")
     if not stdin and token is None:
         raise UsageError(f"which job? Give ID and TOKEN as claim printed them: batchguard jobs {verb} 17 6f1c0c1e-…")
-    claims = _read_claims(ending) if stdin else [Claim(read_id(id_), read_token(token), ending)]
+    claims = _read_claims(verb, ending) if stdin else [Claim(read_id(id_), read_token(token), ending)]
     results = end_jobs(call.dsn, call.settings, verb, claims)
     if results:
-        typer.echo("\n".join(result.to_line() for result in results))
+        print_lines([result.to_line() for result in results])
     lost = [result.id for result in results if result.result == "lost"]
     if lost:
         report.say(jobs_lost(lost, len(results)))
@@ -394,14 +487,14 @@ def _end(verb: "Verb", id_: str | None, token: str | None, stdin: bool, ending: 
     return ExitCode.OK
 
 
-def _read_claims(ending: "Ending") -> "list[Claim]":
+def _read_claims(verb: "Verb", ending: "Ending") -> "list[Claim]":
     from batchguard.core.job import read_claim
     from batchguard.core.payload import decode_utf8
 
     claims = []
-    for number, line in enumerate(sys.stdin.buffer, 1):
+    for number, line in enumerate(_stdin(), 1):
         try:
-            claims.append(read_claim(decode_utf8(line), ending))
+            claims.append(read_claim(decode_utf8(line), verb, ending))
         except UsageError as error:
             raise UsageError(f"line {number}: {error}; no job was changed") from None
     return claims

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -26,6 +27,20 @@ def print_listing(title: str, header: Sequence[str], rows: Rows, empty: str) -> 
         _console().print(render(title, header, rows, empty))
     else:
         typer.echo(plain(title, rows, empty))
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print lines of JSON: UTF-8, whatever the terminal's encoding is, since that is what JSON is.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    if not lines:
+        return
+    data = "\n".join([*lines, ""]).encode("utf-8", "backslashreplace")
+    sys.stdout.flush()
+    while data:
+        data = data[os.write(sys.stdout.fileno(), data) :]
 
 
 def plain(title: str, rows: Rows, empty: str = "") -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from batchguard.cli.listing import print_lines
 from batchguard.cli.options import JobCall, of_queue, read_option
 from batchguard.core.errors import UsageError
 from batchguard.core.exit_codes import ExitCode
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 def register(jobs: typer.Typer) -> None:
     """Add the commands to the group."""
-    jobs.command()(reap)
+    jobs.command(epilog=REAP_EPILOG)(reap)
     jobs.command(name="list", epilog=LIST_EPILOG)(list_)
-    jobs.command()(show)
+    jobs.command(epilog=SHOW_EPILOG)(show)
     jobs.command(epilog=STATS_EPILOG)(stats)
     jobs.command(epilog=WAIT_EPILOG)(wait)
     jobs.command(epilog=RETRY_EPILOG)(retry)
@@ -31,6 +32,15 @@ def register(jobs: typer.Typer) -> None:
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 OneQueue = Annotated[str | None, typer.Option("--queue", metavar="Q", help="Of this queue alone.")]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]…", help="Of which jobs.", show_default=False)]
+
+
+_CODES = """Exit codes: 0; 64 usage; 69 database unreachable; 77 login or right missing; 78 config, standby, no queue
+yet."""
+
+REAP_EPILOG = f"""It prints {{"retrying":N,"failed":M}}: how many are pending again, and how many had their last
+attempt.
+
+{_CODES}"""
 
 
 @of_queue
@@ -46,13 +56,16 @@ def reap(
     return ExitCode.OK
 
 
-LIST_EPILOG = """Examples:
+LIST_EPILOG = f"""Examples:
 
 \b
   batchguard jobs list --status failed --queue mail
-  batchguard jobs list --json -n 100000 | jq -r 'select(.reason == "limit") | .id'
+  batchguard jobs list --json -n 100000 | jq -r 'select(.reason == "lease expired") | .id'
 
-Without --status: what runs, what has failed, and what is pending; done jobs only with --status done."""
+Without --status: what runs, what has failed (the last first), and what is pending; done jobs only with --status done.
+A failed job's reason is exit, signal, limit, lease expired, cancelled, no retry or payload; none if fail gave none.
+
+{_CODES}"""
 
 
 @of_queue
@@ -66,10 +79,11 @@ def list_(
     as_json: AsJson = False,
 ) -> int:
     """List jobs, without their payloads."""
-    from batchguard.cli.listing import print_listing
     from batchguard.core.job import STATUSES
+    from batchguard.core.job_settings import read_queue
     from batchguard.runtime.upkeep import Upkeep
 
+    queue = read_option("--queue", queue, read_queue)
     for name in status or ():
         if name not in STATUSES:
             raise UsageError(f'--status: "{name}" is none of {", ".join(sorted(STATUSES))}')
@@ -80,13 +94,13 @@ def list_(
         _print_json([asdict(job) for job in found])
         return ExitCode.OK
     rows = [
-        (str(job.id), job.queue, job.status, str(job.priority), f"{job.attempts}/{job.max_attempts}", _tell(job))
+        (str(job.id), _line(job.queue), job.status, str(job.priority), f"{job.attempts}/{job.max_attempts}", _tell(job))
         for job in found
     ]
-    title = f'jobs in "{call.settings.schema}" of {upkeep.subject.database}'
+    title = f'jobs in "{call.settings.schema}" of {upkeep.subject.database}, times in {_zone()}'
     if len(found) == limit:
-        title += f", the first {limit}"
-    print_listing(title, ("ID", "QUEUE", "STATUS", "PRIORITY", "ATTEMPTS", ""), rows, "none")
+        title += f"; these are the first {limit}, -n shows more"
+    _print_table(title, ("ID", "QUEUE", "STATUS", "PRIO", "TRIES", "WHEN, WHY"), rows)
     return ExitCode.OK
 
 
@@ -94,7 +108,7 @@ def _tell(job: "JobRow") -> str:
     """Say what matters of a job in its state."""
     match job.status:
         case "running":
-            return f"until {_local(job.claimed_until)}, claimed by {job.claimed_by or 'somebody'}"
+            return f"until {_local(job.claimed_until)}, claimed by {_line(job.claimed_by or 'somebody')}"
         case "done":
             return f"at {_local(job.finished_at)}"
         case "failed":
@@ -106,13 +120,32 @@ def _tell(job: "JobRow") -> str:
 def _why(job: "JobRow") -> str:
     reason = f"exit {job.exit_code}" if job.reason == "exit" and job.exit_code is not None else job.reason
     error = (job.last_error or "").strip().splitlines()
-    return ", ".join(part for part in (reason, error[-1] if error else None) if part)
+    return ", ".join(part for part in (reason, _line(error[-1]) if error else None) if part)
 
 
 def _local(moment: str | None) -> str:
     from datetime import datetime
 
-    return datetime.fromisoformat(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S") if moment else "?"
+    try:
+        return datetime.fromisoformat(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S") if moment else "?"
+    except (ValueError, OverflowError):  # PostgreSQL's calendar is longer than Python's
+        return moment or "?"
+
+
+def _zone() -> str:
+    import time
+
+    return time.tzname[time.localtime().tm_isdst > 0]
+
+
+def _line(text: str) -> str:
+    """Write what somebody else put in as one harmless line."""
+    from batchguard.core.job import visible
+
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+SHOW_EPILOG = _CODES.replace("0;", "0; 1 there is no such job;")
 
 
 @of_queue
@@ -123,7 +156,7 @@ def show(
 ) -> int:
     """Show one job whole, with its payload."""
     from batchguard.adapters import report
-    from batchguard.core.job import read_id
+    from batchguard.core.job import read_id, visible
     from batchguard.runtime.upkeep import Upkeep
 
     number = read_id(id_)
@@ -134,20 +167,22 @@ def show(
         return ExitCode.FINDINGS
     job, payload = found
     if as_json:
-        typer.echo(f'{json.dumps(asdict(job), ensure_ascii=False)[:-1]}, "payload": {payload or "null"}}}')
+        print_lines([f'{json.dumps(asdict(job), ensure_ascii=False)[:-1]}, "payload": {payload or "null"}}}'])
         return ExitCode.OK
     facts = {name: value for name, value in asdict(job).items() if value is not None}
     width = max(map(len, [*facts, "payload"]))
     for name, value in facts.items():
-        shown = _local(value) if name.endswith(("_at", "_until")) else str(value)
+        shown = f"{_local(value)} {_zone()}" if name.endswith(("_at", "_until")) else visible(str(value))
         first, *rest = shown.splitlines() or [""]
         typer.echo("\n".join([f"{name:{width}}  {first}", *(" " * (width + 2) + line for line in rest)]))
     typer.echo(f"{'payload':{width}}  {'(the server cannot print it)' if payload is None else payload}")
     return ExitCode.OK
 
 
-STATS_EPILOG = """The keys of --json: queue, ready (claimable now), delayed, running, expired (running, and the lease is
-over), failed, done_estimate (counted while there are few, else the planner's guess), oldest_ready_s."""
+STATS_EPILOG = f"""The keys of --json: queue, ready (claimable now), delayed, running, expired (running, and the lease
+is over), failed, done_estimate (counted while there are few, else the planner's guess), oldest_ready_s.
+
+{_CODES}"""
 
 
 @of_queue
@@ -157,9 +192,10 @@ def stats(
     as_json: AsJson = False,
 ) -> int:
     """Count what there is in each queue."""
-    from batchguard.cli.listing import print_listing
+    from batchguard.core.job_settings import read_queue
     from batchguard.runtime.upkeep import Upkeep
 
+    queue = read_option("--queue", queue, read_queue)
     upkeep = Upkeep(call.dsn, call.settings, "stats")
     found = upkeep.do(lambda: upkeep.stats(queue))
     if as_json:
@@ -167,15 +203,15 @@ def stats(
         return ExitCode.OK
     title = f'queues in "{call.settings.schema}" of {upkeep.subject.database}'
     header = ("QUEUE", "READY", "DELAYED", "RUNNING", "EXPIRED", "FAILED", "DONE", "OLDEST READY")
-    rows = [_stats_row(each) for each in found]
-    print_listing(title, header, [header, *rows] if rows and not _on_terminal() else rows, "none")
+    _print_table(title, header, [_stats_row(each) for each in found])
     return ExitCode.OK
 
 
-def _on_terminal() -> bool:
-    from batchguard.cli.listing import is_terminal
+def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; in a pipe it has its header as well, since numbers alone do not say what they count."""
+    from batchguard.cli.listing import is_terminal, print_listing
 
-    return is_terminal()
+    print_listing(title, header, [header, *rows] if rows and not is_terminal() else rows, "none")
 
 
 def _stats_row(each: "QueueStats") -> Sequence[str]:
@@ -183,7 +219,7 @@ def _stats_row(each: "QueueStats") -> Sequence[str]:
 
     counts = (each.ready, each.delayed, each.running, each.expired, each.failed, each.done_estimate)
     age = "" if each.oldest_ready_s is None else format_duration(each.oldest_ready_s)
-    return (each.queue, *map(str, counts), age)
+    return (_line(each.queue), *map(str, counts), age)
 
 
 WAIT_EPILOG = """Examples:
@@ -210,13 +246,15 @@ def wait(
     wanted = _read_ids(ids)
     wait_s = read_option("--wait", wait_, lambda text: float(read_setting("wait", text)))
     states = Upkeep(call.dsn, call.settings, "wait").wait(wanted, now() + (inf if wait_s is None else wait_s))
-    if states is None:
-        report.say(f"waited {wait_} for {_jobs(wanted)}: not finished yet; exit 124")
-        return ExitCode.TIME_LIMIT
     if missing := [id_ for id_, state in states.items() if state is None]:
         report.say(f"there is no {_jobs(missing)}; purged? Nobody can tell whether it was done; exit 69")
         return ExitCode.UNREACHABLE
-    if failed := [id_ for id_, state in states.items() if state == "failed"]:
+    failed = [id_ for id_, state in states.items() if state == "failed"]
+    if unfinished := [id_ for id_, state in states.items() if state in ("pending", "running")]:
+        also = f"; {_jobs(failed)} failed" if failed else ""
+        report.say(f"waited {wait_} for {_jobs(unfinished)}, not finished yet{also}; exit 124")
+        return ExitCode.TIME_LIMIT
+    if failed:
         report.say(f"{_jobs(failed)} failed; exit 1. See: batchguard jobs show {failed[0]}")
         return ExitCode.FINDINGS
     return ExitCode.OK
@@ -257,21 +295,24 @@ def retry(
     all_queues: Annotated[bool, typer.Option("--all-queues", "--all", help="All that failed.")] = False,
 ) -> int:
     """Make failed jobs pending again."""
+    from batchguard.core.job_settings import read_queue
     from batchguard.runtime.upkeep import Upkeep
 
     _verify_choice(bool(ids), bool(queue), all_queues)
+    queues = [read_option("--queue", name, read_queue) or "" for name in queue or ()]
     wanted = _read_ids(ids) if ids else []
     upkeep = Upkeep(call.dsn, call.settings, "retry")
     if wanted:
         return _print_results(upkeep.do(lambda: upkeep.retry_ids(wanted)), "retried")
-    upkeep.do(lambda: upkeep.retry_queues(None if all_queues else queue))
+    upkeep.do(lambda: upkeep.retry_queues(None if all_queues else queues))
     _print_counts(retried=upkeep.tally["retried"], duplicates=upkeep.tally["duplicate"])
     return ExitCode.OK
 
 
 def _verify_choice(*given: bool) -> None:
+    choices = "their ids, or --queue" + (", or --all-queues" if len(given) > 2 else "")
     if sum(given) != 1:
-        raise UsageError("which jobs? Give their ids, or --queue" + (", or --all-queues" if len(given) > 2 else ""))
+        raise UsageError(f"which jobs? Give {choices}" + ("; one of them" if sum(given) else ""))
 
 
 CANCEL_EPILOG = """Examples:
@@ -293,25 +334,29 @@ def cancel(
     queue: Annotated[str | None, typer.Option("--queue", metavar="Q", help="All open ones of a queue.")] = None,
 ) -> int:
     """Cancel jobs that are pending or running."""
+    from batchguard.core.job_settings import read_queue
     from batchguard.runtime.upkeep import Upkeep
 
-    _verify_choice(bool(ids), bool(queue))
+    _verify_choice(bool(ids), queue is not None)
+    name = read_option("--queue", queue, read_queue)
     wanted = _read_ids(ids) if ids else []
     upkeep = Upkeep(call.dsn, call.settings, "cancel")
     if wanted:
         return _print_results(upkeep.do(lambda: upkeep.cancel_ids(wanted)), "cancelled")
-    upkeep.do(lambda: upkeep.cancel_queue(queue or ""))
+    upkeep.do(lambda: upkeep.cancel_queue(name or ""))
     _print_counts(cancelled=upkeep.tally["cancelled"])
     return ExitCode.OK
 
 
-PURGE_EPILOG = """Examples:
+PURGE_EPILOG = f"""Examples:
 
 \b
   17 4 * * *  batchguard jobs purge --older-than 30d        (in a crontab)
   batchguard jobs purge --older-than 90d --failed
 
-Failed jobs stay without --failed: a cron line must not delete what nobody has looked at yet."""
+Failed jobs stay without --failed: a cron line must not delete what nobody has looked at yet. The time needs its unit.
+
+{_CODES}"""
 
 
 @of_queue
@@ -321,25 +366,32 @@ def purge(
     failed: Annotated[bool, typer.Option("--failed", help="The failed ones too.")] = False,
 ) -> int:
     """Delete jobs that were done long ago, a few thousand at a time."""
-    from batchguard.core.durations import parse_duration
     from batchguard.runtime.upkeep import Upkeep
 
-    seconds = read_option("--older-than", older_than, parse_duration) or 0.0
+    seconds = read_option("--older-than", older_than, _read_age) or 0.0
     upkeep = Upkeep(call.dsn, call.settings, "purge")
     upkeep.do(lambda: upkeep.purge(seconds, failed=failed))
     _print_counts(purged=upkeep.tally["purged"])
     return ExitCode.OK
 
 
+def _read_age(text: str) -> float:
+    """Read how old what is deleted must be: 30 for 30d would delete nearly everything."""
+    from batchguard.core.durations import parse_duration
+
+    if text.strip()[-1:].isdigit() and parse_duration(text):
+        raise UsageError(f"{text} of what? Write {text}d for days, {text}s for seconds")
+    return parse_duration(text)
+
+
 def _print_json(objects: Sequence[dict[str, Any]]) -> None:
-    if objects:
-        typer.echo("\n".join(json.dumps(each, ensure_ascii=False) for each in objects))
+    print_lines([json.dumps(each, ensure_ascii=False) for each in objects])
 
 
 def _print_counts(**counts: int) -> None:
-    typer.echo(json.dumps(counts, separators=(",", ":")))
+    print_lines([json.dumps(counts, separators=(",", ":"))])
 
 
 def _print_results(results: "Sequence[Result]", good: str) -> int:
-    typer.echo("\n".join(result.to_line() for result in results))
+    print_lines([result.to_line() for result in results])
     return ExitCode.OK if all(result.result == good for result in results) else ExitCode.FINDINGS

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from batchguard.core.errors import UsageError
@@ -12,7 +12,7 @@ from batchguard.core.job_settings import read_dedupe_key, read_max_attempts, rea
 from batchguard.core.payload import explain, refuse_constant, refuse_depth, verify_payload
 
 _TIME = re.compile(
-    r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d(?::\d\d(?:\.\d{1,6}\d*)?)?(?:[Zz]|[+-]\d\d:\d\d)",
+    r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d(?::\d\d(?:\.\d{1,6}\d*)?)?(?:[Zz]|[+-]\d\d(?::?\d\d)?)",
     re.ASCII,
 )
 _BEGIN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*(?:(\})[ \t\n\r]*)?")
@@ -54,8 +54,10 @@ def read_run_at(value: Any) -> str:
     try:
         moment = datetime.fromisoformat(value.upper())
         moment.utctimetuple()  # outside of the years 1 to 9999 there is none
+        if abs(moment.utcoffset() or timedelta()) >= timedelta(hours=16):  # more than PostgreSQL takes
+            raise ValueError(moment)
     except (ValueError, OverflowError):
-        raise UsageError(f"{_shown(value)} does not exist in the calendar") from None
+        raise UsageError(f"{_shown(value)} is not in the calendar, or not at this offset") from None
     return moment.isoformat()
 
 
@@ -79,7 +81,7 @@ def read_envelope(text: str, defaults: NewJob, max_payload: int) -> NewJob:
     """
     members = _split_object(text)
     if "payload" not in members:
-        raise UsageError("payload is missing")
+        raise UsageError("payload is missing; bare payloads are --lines")
     payload, _ = members.pop("payload")
     verify_payload(payload, max_payload, is_parsed=True)
     given: dict[str, Any] = {"payload": payload}

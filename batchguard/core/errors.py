@@ -45,3 +45,11 @@ class ConfigError(BatchguardError):
 
 class TableError(ConfigError):
     """A key, or a line of the number table, is wrong; who prints it adds the exit code."""
+
+
+class SignalReceived(BaseException):
+    """A signal that ends us, as Ctrl-C does: with time to give back what is ours; `number` says which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number

@@ -1,6 +1,7 @@
 """Jobs: what a claim gives out, how an attempt ended, and how both are written as JSON."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -164,9 +165,17 @@ def results_of(verb: Verb, ids: Iterable[int], changed: Mapping[int, str], recal
 
 
 def clean_error(text: str) -> str | None:
-    """Make an error text fit to be kept: its end, without NULs, which PostgreSQL's text cannot hold."""
-    data = text.replace("\0", "\\0").encode("utf-8", "backslashreplace").strip()
+    """Make an error text fit to be kept and shown: its end, control characters escaped."""
+    data = visible(text).encode("utf-8", "backslashreplace").strip()
     return data[-LONGEST_ERROR:].decode("utf-8", "ignore") or None
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    """Escape control characters but for lines and tabs: a terminal would obey them."""
+    return _CONTROL.sub(lambda sign: f"\\x{ord(sign[0]):02x}", text)
 
 
 def read_id(value: Any) -> int:
@@ -175,9 +184,9 @@ def read_id(value: Any) -> int:
     Raises:
         UsageError: it is none.
     """
-    text = str(value)
-    if isinstance(value, bool) or not (text.isascii() and text.isdecimal() and 1 <= int(text[:20]) <= LARGEST_ID):
-        raise UsageError(f"{text[:40]!r} is not the id of a job")
+    text = str(value).lstrip("0") if isinstance(value, int | str) and not isinstance(value, bool) else ""
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= LARGEST_ID):
+        raise UsageError("id is missing" if value is None else f"{_cut(value)} is not the id of a job")
     return int(text)
 
 
@@ -188,35 +197,48 @@ def read_token(value: Any) -> str:
         UsageError: it is no text that a claim could have given out.
     """
     if not isinstance(value, str) or not value.isprintable() or not 1 <= len(value) <= 200:
-        raise UsageError("claim_token is not the text that claim gave out")
+        raise UsageError(
+            "claim_token is missing" if value is None else "claim_token is not the text that claim gave out"
+        )
     return value
 
 
-def read_claim(line: str, default: Ending = Ending()) -> Claim:
+def read_claim(line: str, verb: Verb, default: Ending = Ending()) -> Claim:
     """Read one line of `--stdin`: what claim printed will do, and how the attempt ended may be added.
 
     Args:
         line: a JSON object.
+        verb: what it is for; what only another one reads is not looked at.
         default: how the attempt ended where the line does not say.
 
     Raises:
         UsageError: what is wrong with it.
     """
+    if not line.strip():
+        raise UsageError("it is empty; each line is for one job")
     try:
         facts = json.loads(line, parse_float=str, parse_int=_whole)
-    except (ValueError, RecursionError):
-        raise UsageError("not JSON") from None
+    except RecursionError:
+        # A plain INSERT can put in what is deeper than Python reads. In our own lines the payload comes last.
+        head, found, _ = line.partition(', "payload": ')
+        return read_claim(head + "}" if found else "{", verb, default)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"not JSON: {error.msg[:1].lower()}{error.msg[1:]} at character {error.pos + 1}") from None
     if not isinstance(facts, dict):
         raise UsageError('not an object such as {"id": 17, "claim_token": "…"}')
+    id_, token = read_id(facts.get("id")), read_token(facts.get("claim_token"))
+    if verb == "extend":
+        return Claim(id_, token, Ending(lease=_optional(facts, "lease", read_lease, default.lease)))
+    if verb != "fail":
+        return Claim(id_, token)
     return Claim(
-        read_id(facts.get("id")),
-        read_token(facts.get("claim_token")),
+        id_,
+        token,
         Ending(
             is_final=not _optional(facts, "retry", _read_flag, not default.is_final),
             retry_in=_optional(facts, "retry_in", _read_seconds, default.retry_in),
             exit_code=_optional(facts, "exit_code", read_exit_code, default.exit_code),
             error=_optional(facts, "error", _read_error, default.error),
-            lease=_optional(facts, "lease", read_lease, default.lease),
         ),
     )
 
@@ -224,6 +246,11 @@ def read_claim(line: str, default: Ending = Ending()) -> Claim:
 def _whole(digits: str) -> int | str:
     """Give numbers of a payload, which is not looked at, back as text: int() refuses those of over 4300 digits."""
     return int(digits) if len(digits) <= len(str(LARGEST_ID)) else digits
+
+
+def _cut(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:39] + "…"
 
 
 def _optional(facts: Mapping[str, Any], name: str, read: Callable[[Any], Any], default: Any) -> Any:

@@ -54,10 +54,10 @@ def read_queue(value: Any) -> str:
     """Read the name of a queue.
 
     Raises:
-        UsageError: it is no text, empty, too long, or has signs that do not print.
+        UsageError: it is no text, empty, too long, or has control characters.
     """
-    if not _is_text(value, LONGEST_QUEUE) or not value.isprintable():
-        raise UsageError(f"{value!r} is not the name of a queue: 1 to {LONGEST_QUEUE} bytes that print")
+    if not _is_text(value, LONGEST_QUEUE) or any(ord(sign) < 0x20 or ord(sign) == 0x7F for sign in value):
+        raise UsageError(f"{_cut(value)} is not the name of a queue: 1 to {LONGEST_QUEUE} bytes, no control characters")
     return str(value)
 
 

@@ -383,6 +383,12 @@ def jobs_lost(ids: Sequence[int], of: int) -> str:
     shown = ", ".join(str(id_) for id_ in ids[:5]) + (", …" if len(ids) > 5 else "")
     which = f"job {shown}" if of == 1 else f"{len(ids)} of {of} jobs ({shown})"
     return (
-        f"lost {which}: the lease expired and another took it or reap took it back, or it was cancelled, or purged; "
+        f"lost {which}: the lease expired and it was taken back or given to another, it was cancelled or ended "
+        "otherwise, or the token is not of its claim; "
         f"exit 76. See: batchguard jobs show {ids[0]}"
     )
+
+
+def unwritten(why: str | None, released: int, claimed: int) -> str:
+    """Say that jobs could not be written, and are given back."""
+    return f"cannot write the jobs ({why}): {released} of {claimed} released, exit 69."

@@ -82,7 +82,7 @@ def verify_payload(text: str, max_payload: int, *, is_parsed: bool = False) -> N
         return
     size = sum(_sizes(_parse(_EXACT, text)))
     if size > max_payload + QUOTES:
-        raise UsageError(f"the payload has {size} bytes when it is printed, and max_payload is {max_payload}")
+        raise UsageError(f"the payload has {size} bytes when it is printed, and max_payload of [jobs] is {max_payload}")
 
 
 def string_payload(text: str, max_payload: int) -> str:
@@ -95,8 +95,20 @@ def string_payload(text: str, max_payload: int) -> str:
         raise UsageError("the text has a NUL in it (\\u0000), which PostgreSQL's jsonb cannot keep")
     payload = json.dumps(text, ensure_ascii=False)
     if len(payload) * 4 > max_payload and (size := len(payload.encode())) > max_payload + QUOTES:
-        raise UsageError(f"the payload has {size} bytes when it is printed, and max_payload is {max_payload}")
+        raise UsageError(f"the payload has {size} bytes when it is printed, and max_payload of [jobs] is {max_payload}")
     return payload
+
+
+def verify_utf8(text: str) -> None:
+    """Refuse a text of the command line that is none.
+
+    Raises:
+        UsageError: bytes of it were no UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"character {error.start + 1} is not UTF-8") from None
 
 
 def _parse(decoder: json.JSONDecoder, text: str) -> Any:

@@ -3,6 +3,7 @@
 Each says what happened, to what, and what to do; `Purpose` says what was not done for it.
 """
 
+import shlex
 from dataclasses import dataclass
 from errno import EAGAIN, EMFILE, ENFILE, ENOMEM
 
@@ -130,7 +131,10 @@ def short_ttl(purpose: Purpose, subject: Subject, server_ttl_s: float, window_s:
 
 def no_queue(schema: str, database: str) -> str:
     """Say that nobody has made the queue's table yet."""
-    return f'there is no queue in schema "{schema}" of {database}. Make it once: batchguard jobs migrate. Exit 78.'
+    return (
+        f'there is no queue in schema "{schema}" of {database}. Is that the right name? To make one there, with the '
+        f"same --dsn, --config or --local: batchguard jobs migrate --schema {shlex.quote(schema)}. Exit 78."
+    )
 
 
 def schema_older(schema: str, database: str, version: int, wanted: int) -> str:
@@ -160,18 +164,23 @@ def strange_table(schema: str, database: str) -> str:
 def no_right_to_jobs(why: str, database: str, role: str) -> str:
     """Say which right is missing, in the server's words."""
     return (
-        f'role "{role}" may not do this with the queue in {database}: {why} (42501). Ask its owner for the right; '
-        "docs/queue.md lists the GRANTs. Exit 77."
+        f'role "{role}" may not do this with the queue in {database}: {why} (42501). Ask its owner; '
+        "batchguard jobs migrate --help lists the rights. Exit 77."
     )
 
 
-def table_locked(database: str, waited_s: float) -> str:
-    """Say that somebody has locked the whole table, which no claim can pass over."""
+def queue_locked(database: str, waited_s: float) -> str:
+    """Say that another transaction keeps locked what is needed: a job, a dedupe key, or all of the table."""
     return (
-        f"the queue's table in {database} is locked as a whole, for {format_duration(waited_s)} already (55P03): LOCK, "
-        "ALTER, VACUUM FULL or REINDEX? Who: SELECT pid, query FROM pg_stat_activity WHERE pid IN (SELECT pid FROM "
-        "pg_locks WHERE mode = 'AccessExclusiveLock'). Exit 69."
+        f"another transaction keeps a job, a dedupe key or the whole table of the queue in {database} locked, for "
+        f"{format_duration(waited_s)} already (55P03), exit 69. Who: SELECT pid, usename, xact_start, query FROM "
+        "pg_stat_activity WHERE datname = current_database() ORDER BY xact_start"
     )
+
+
+def not_taken(sqlstate: str, why: str) -> str:
+    """Say that the server does not take a value, in its words."""
+    return f"the server does not take it ({sqlstate}: {why})"
 
 
 def statement_refused(host: str, sqlstate: str, why: str) -> str:
@@ -179,18 +188,24 @@ def statement_refused(host: str, sqlstate: str, why: str) -> str:
     return f"{host} refused ({sqlstate}: {why}), exit 69."
 
 
+def not_inserted(database: str) -> str:
+    """Say that a rule of somebody's keeps a job out, without an error."""
+    return (
+        f"the job was not taken in {database}, although no dedupe key is in use: does a trigger or a unique index of "
+        "your own on the queue's table keep it out? Exit 78."
+    )
+
+
 def enqueue_ended(database: str, why: str) -> str:
     """Say that a session ended before it came to the commit."""
-    return (
-        f"the server ended the session ({why}) with the queue in {database}: nothing is enqueued, exit 69. Start again."
-    )
+    return f"{database} ended the session ({why}) before the jobs were committed, exit 69"
 
 
 def enqueue_unsure(database: str, why: str) -> str:
     """Say that nobody knows whether jobs came in."""
     return (
         f"the connection broke ({why}) when the jobs were being committed in {database}: they are enqueued, or they "
-        "are not, exit 69. See: batchguard jobs stats. With dedupe keys a second try would be harmless."
+        "are not, exit 69. See: batchguard jobs stats. With dedupe keys a second try would be harmless"
     )
 
 

@@ -4,14 +4,16 @@ import contextlib
 import os
 import random
 import select
+import signal
 import time
 from collections.abc import Iterator, Sequence
 
 from batchguard.adapters.clock import now
-from batchguard.core.errors import BatchguardError, SystemLimitError
+from batchguard.core.errors import BatchguardError, SignalReceived, SystemLimitError, UnreachableError
 from batchguard.core.job import Claim, ClaimedJob, Result, Verb
 from batchguard.core.job_settings import JobSettings
-from batchguard.runtime.queue import Queue
+from batchguard.core.messages import unwritten
+from batchguard.runtime.queue import Queue, new_token
 
 _SHORTEST_PAUSE = 0.2
 _LONGEST_PAUSE = 2.0
@@ -20,19 +22,20 @@ _LONGEST_PAUSE = 2.0
 class Claimed:
     """Jobs on their way to a reader; those that do not get there are released."""
 
-    def __init__(self, jobs: Sequence[ClaimedJob]) -> None:
-        self.jobs = jobs
-        self.written = 0
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.jobs: list[ClaimedJob] = []
+        self.written: list[int] = []
 
     def write_to(self, fd: int) -> None:
         """Write a line for each job.
 
         Raises:
-            OSError: the reader has gone, or there is no room; `written` counts the lines that are out.
+            OSError: the reader has gone, or there is no room; `written` has the jobs whose lines are out.
         """
         for job in self.jobs:
             _write(fd, job.to_line().encode() + b"\n")
-            self.written += 1
+            self.written.append(job.id)
 
 
 def _write(fd: int, data: bytes) -> None:
@@ -47,7 +50,7 @@ def _write(fd: int, data: bytes) -> None:
 def claim_jobs(
     dsn: str, settings: JobSettings, queues: Sequence[str], limit: int, lease: float, wait: float
 ) -> Iterator[Claimed]:
-    """Claim jobs, and release those that are not written by the end.
+    """Claim jobs, and release those that are not written by the end, also when a signal comes meanwhile.
 
     Args:
         dsn: the database's conninfo or URI.
@@ -60,38 +63,61 @@ def claim_jobs(
     Raises:
         BatchguardError: a line for the user.
     """
-    with contextlib.closing(Queue(dsn, settings, "claim")) as queue:
-        claimed = Claimed(_wait_for_jobs(queue, queues, limit, lease, wait))
+    claimed = Claimed()
+    with contextlib.closing(Queue(dsn, settings, "claim")) as queue, _signals_raised():
         try:
+            _wait_for_jobs(queue, claimed, queues, limit, lease, wait)
             yield claimed
-        except BaseException as error:
-            unwritten = claimed.jobs[claimed.written :]
-            released = [Claim(job.id, job.claim_token) for job in unwritten]
+        except (OSError, KeyboardInterrupt, SignalReceived) as error:
+            released = 0
             with contextlib.suppress(BatchguardError):  # then they come back when the lease is over
-                queue.persist(lambda: queue.end("release", released))
-            if isinstance(error, BrokenPipeError) or not isinstance(error, OSError):
+                released = queue.persist(lambda: queue.release_all(claimed.tokens, claimed.written))
+            if not isinstance(error, OSError):
                 raise
-            raise SystemLimitError(
-                f"cannot write the jobs ({error.strerror}): {len(released)} of {len(claimed.jobs)} released, exit 69."
-            ) from None
+            raise WriteError(unwritten(error.strerror, released, len(claimed.jobs)), error.errno) from None
 
 
-def _wait_for_jobs(queue: Queue, queues: Sequence[str], limit: int, lease: float, wait: float) -> list[ClaimedJob]:
-    until = now() + wait
+class WriteError(SystemLimitError):
+    """The reader has gone, or there is no room for what is to be written; `number` is the errno."""
+
+    def __init__(self, message: str, number: int | None) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Let TERM and HUP end us as Ctrl-C does, with time to release."""
+
+    def interrupt(number: int, _: object) -> None:
+        raise SignalReceived(number)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait_for_jobs(
+    queue: Queue, claimed: Claimed, queues: Sequence[str], limit: int, lease: float, wait: float
+) -> None:
+    until = queue.give_up_at = now() + wait
     pause_s = _SHORTEST_PAUSE
     while True:
-        queue.persist(queue.reap)
-        jobs: list[ClaimedJob] = []
-        for name in queues:
-            if len(jobs) < limit:
-                try:
-                    jobs += queue.claim_once(name, limit - len(jobs), lease)
-                except BatchguardError:
-                    if not jobs:  # those of the queues before are ours already
-                        raise
-                    break
-        if jobs or now() >= until:
-            return jobs
+        try:
+            queue.persist(queue.reap)
+            for name in queues:
+                if len(claimed.jobs) < limit:
+                    claimed.tokens.append(new_token())
+                    claimed.jobs += queue.claim_once(name, limit - len(claimed.jobs), lease, claimed.tokens[-1])
+        except UnreachableError:
+            # What one queue gave is ours, though the next could not be asked; and who waits, waits for the server too.
+            if not claimed.jobs and (now() >= until or not queue.was_connected):
+                raise
+        if claimed.jobs or now() >= until:
+            return
         time.sleep(min(pause_s * random.uniform(0.7, 1.3), max(0.0, until - now())))
         pause_s = min(_LONGEST_PAUSE, pause_s * 1.5)
 

@@ -29,6 +29,7 @@ class Connection(Access):
         settings = RunSettings(connect_timeout=patience, check_timeout=patience)
         super().__init__(purpose, settings, dsn, (), about, application)
         self.is_connected = False
+        self.was_connected = False
         self.retry_until = 0.0
         """Until when (CLOCK_BOOTTIME) a connection that fails is tried again; the first one is not."""
 
@@ -39,7 +40,7 @@ class Connection(Access):
         self.session = yield from self.connect(self.retry_until)
         database = self.session.pgconn.db.decode("utf-8", "replace")
         self.subject = Subject(self.key_text, database_text(database, self.session.params), self.session.host)
-        self.is_connected = True
+        self.is_connected = self.was_connected = True
         return True
 
     def drive(self, conversation: Conversation[T]) -> T:

@@ -19,11 +19,11 @@ from batchguard.adapters.postgres import (
 )
 from batchguard.core import refusals
 from batchguard.core.envelope import NewJob, read_envelope
-from batchguard.core.errors import BatchguardError, UnreachableError, UsageError
+from batchguard.core.errors import BatchguardError, ConfigError, SystemLimitError, UnreachableError, UsageError
 from batchguard.core.job_settings import JobSettings
-from batchguard.core.payload import decode_utf8, string_payload, verify_payload
+from batchguard.core.payload import decode_utf8, string_payload, verify_payload, verify_utf8
 from batchguard.runtime.connection import sleep
-from batchguard.runtime.queue import Queue, again
+from batchguard.runtime.queue import TRIES, Queue, again
 
 T = TypeVar("T")
 
@@ -52,9 +52,31 @@ def read_value(stream: BinaryIO, defaults: NewJob, max_payload: int) -> NewJob:
     Raises:
         UsageError: it is none.
     """
-    data = stream.read()
+    longest = _longest(max_payload)
+    data = stream.read(longest + 1)
+    if not data.strip():
+        raise UsageError("stdin is empty")
+    if len(data) > longest:
+        raise UsageError(f"stdin has more than {longest} bytes, which no payload has")
     _refuse_bom(data)
     return read_payload(decode_utf8(data), defaults, max_payload)
+
+
+def read_argument(text: str, defaults: NewJob, max_payload: int) -> NewJob:
+    """Read a payload of the command line.
+
+    Raises:
+        UsageError: it is no JSON, or none that can be kept.
+    """
+    verify_utf8(text)
+    try:
+        return read_payload(text, defaults, max_payload)
+    except UsageError as error:
+        shown = text if len(text) <= 40 else text[:39] + "…"
+        raise UsageError(
+            f"PAYLOAD {shown}: {error}. It is JSON: quote it for the shell, and a text once more: '\"hello\"'. "
+            "A file of many is --jsonl < FILE, or --lines, --text, --null"
+        ) from None
 
 
 def read_payload(text: str, defaults: NewJob, max_payload: int) -> NewJob:
@@ -67,23 +89,37 @@ def read_payload(text: str, defaults: NewJob, max_payload: int) -> NewJob:
     return replace(defaults, payload=text)
 
 
+def _longest(max_payload: int) -> int:
+    """Give how many bytes one job can take at most: each letter may be written as six, and there may be blanks."""
+    return 6 * max_payload + 65536
+
+
 def read_jobs(stream: BinaryIO, form: Form, defaults: NewJob, max_payload: int) -> Iterator[NewJob]:
     """Read a stream of jobs, one a line; with "null", one up to each NUL.
 
     Raises:
         UsageError: what is wrong, and on which line.
     """
-    for number, item in enumerate(_split(stream, b"\0" if form == "null" else b"\n"), 1):
+    longest = _longest(max_payload)
+    for number, item in enumerate(_split(stream, b"\0" if form == "null" else b"\n", longest), 1):
         try:
+            if len(item) > longest:
+                raise UsageError(f"it has more than {longest} bytes, which no job has")
             yield _read_job(item, form, defaults, max_payload, is_first=number == 1)
         except UsageError as error:
-            raise UsageError(f"{'item' if form == 'null' else 'line'} {number}: {error}") from None
+            raise UsageError(f"{unit(form)} {number}: {error}") from None
+
+
+def unit(form: Form) -> str:
+    """Say what holds one job."""
+    return "item" if form == "null" else "line"
 
 
 def _read_job(item: bytes, form: Form, defaults: NewJob, max_payload: int, *, is_first: bool) -> NewJob:
     if is_first:
         _refuse_bom(item)
-    if not item.strip():
+    is_text = form in ("text", "null")
+    if not (item if is_text else item.strip()):
         raise UsageError("it is empty; each holds one job")
     text = decode_utf8(item)
     match form:
@@ -100,15 +136,18 @@ def _refuse_bom(data: bytes) -> None:
         raise UsageError("it begins with a byte order mark; save the file as UTF-8 without one")
 
 
-def _split(stream: BinaryIO, sign: bytes) -> Iterator[bytes]:
+def _split(stream: BinaryIO, sign: bytes, longest: int) -> Iterator[bytes]:
+    """Cut a stream into its items; one that is longer than the longest is not read to its end."""
     if sign == b"\n":
-        for line in stream:
+        while line := stream.readline(longest + 2):
             yield line.removesuffix(b"\n")
         return
     rest = b""
     while data := stream.read(_PIECE):
         *items, rest = (rest + data).split(sign)
         yield from items
+        if len(rest) > longest:
+            break
     if rest:
         yield rest
 
@@ -143,39 +182,49 @@ def enqueue_all(dsn: str, settings: JobSettings, jobs: Iterable[NewJob], *, fail
     Raises:
         BatchguardError: a line for the user.
     """
-    with _Batch() as batch:
-        for job in jobs:
-            batch.add(job)
-        with contextlib.closing(_Entrance(dsn, settings)) as entrance:
-            return entrance.once(entrance.put_all(batch, fail_on_duplicate=fail_on_duplicate))
+    try:
+        with _Batch() as batch:
+            for job in jobs:
+                batch.add(job)
+            with contextlib.closing(_Entrance(dsn, settings)) as entrance:
+                return entrance.once(entrance.put_all(batch, fail_on_duplicate=fail_on_duplicate))
+    except UnsureError:
+        raise
+    except BatchguardError as error:
+        raise type(error)(f"{str(error).rstrip('.')}; nothing is enqueued") from None
 
 
-def enqueue_chunks(
-    dsn: str, settings: JobSettings, jobs: Iterable[NewJob], size: int, *, fail_on_duplicate: bool
-) -> tuple[Enqueued, int, BatchguardError | None]:
-    """Put in so many jobs at a time; what went in stays when a later one is wrong.
+class Chunks:
+    """Puts in so many jobs at a time; what went in stays when a later one is wrong."""
 
-    Returns:
-        what came in, how many items of the source are dealt with, and why it ended early, if it did.
-    """
-    total = Enqueued()
-    dealt_with = 0
-    source = iter(jobs)
-    with contextlib.closing(_Entrance(dsn, settings)) as entrance:
-        while True:
-            try:
+    def __init__(self, dsn: str, settings: JobSettings, size: int, *, fail_on_duplicate: bool) -> None:
+        """Prepare; `total` is what came in, `dealt_with` how many items of the source are done with."""
+        self.entrance = _Entrance(dsn, settings)
+        self.size = size
+        self.fail_on_duplicate = fail_on_duplicate
+        self.total = Enqueued()
+        self.dealt_with = 0
+
+    def put(self, jobs: Iterable[NewJob]) -> None:
+        """Put in all of them, up to the first error, or the first duplicate where that is one.
+
+        Raises:
+            BatchguardError: a line for the user, which does not say where to resume.
+        """
+        source = iter(jobs)
+        with contextlib.closing(self.entrance) as entrance:
+            while True:
                 with _Batch() as batch:
-                    for job in islice(source, size):
+                    for job in islice(source, self.size):
                         batch.add(job)
                     if not batch.count:
-                        return total, dealt_with, None
-                    done = entrance.once(entrance.put_all(batch, fail_on_duplicate=fail_on_duplicate))
-            except BatchguardError as error:
-                return total, dealt_with, error
-            total = Enqueued(total.count + done.count, total.duplicates + done.duplicates)
-            if fail_on_duplicate and done.duplicates:
-                return total, dealt_with, None
-            dealt_with += batch.count
+                        return
+                    put_all = entrance.put_all(batch, fail_on_duplicate=self.fail_on_duplicate)
+                    done = entrance.once(put_all)
+                self.total = Enqueued(self.total.count + done.count, self.total.duplicates + done.duplicates)
+                if self.fail_on_duplicate and done.duplicates:
+                    return
+                self.dealt_with += batch.count
 
 
 def moment_from_now(dsn: str, settings: JobSettings, seconds: float) -> str:
@@ -204,7 +253,10 @@ class _Batch:
 
     def add(self, job: NewJob) -> None:
         self.has_keys = self.has_keys or job.dedupe_key is not None
-        self.lines.write(copy_line(job))
+        try:
+            self.lines.write(copy_line(job))
+        except OSError as error:
+            raise SystemLimitError(f"no room for a temporary file ({error.strerror}); set TMPDIR. Exit 69") from None
         self.count += 1
 
     def pieces(self) -> Iterator[bytes]:
@@ -221,7 +273,7 @@ class _Entrance(Queue):
     def explain(self, error: StatementError) -> Exception:
         """Data that this server does not take (its encoding, its limits) is a matter of who sends it."""
         if error.sqlstate.startswith(("22", "23", "54", "0A")):
-            return UsageError(f"the server does not take it ({error.sqlstate}: {error.message}); nothing is enqueued")
+            return UsageError(refusals.not_taken(error.sqlstate, error.message))
         return super().explain(error)
 
     def once(self, conversation: Conversation[T]) -> T:
@@ -247,19 +299,27 @@ class _Entrance(Queue):
     def put_one(self, job: NewJob) -> Conversation[EnqueuedOne]:
         params = [job.payload, job.queue, job.priority, job.run_at, job.max_attempts, job.dedupe_key]
         yield from self.prepared()
-        while True:
+        for _ in range(TRIES):
             try:
                 rows = yield from self.surely(self.run("enqueue_one", params))
             except StatementError as error:
                 if error.sqlstate != "42501":
                     raise
-                yield from self.surely(self.run("enqueue_blindly", params))
-                return EnqueuedOne(None)
+                rows = yield from self.surely(self.run("enqueue_blindly", params))
+                return EnqueuedOne(None, is_duplicate=rows[0][0] == "0")
             if rows:
                 return EnqueuedOne(int(rows[0][0] or 0))
-            found = yield from self.run("find_duplicate", [job.queue, job.dedupe_key])
+            if job.dedupe_key is None:
+                break
+            try:
+                found = yield from self.run("find_duplicate", [job.queue, job.dedupe_key])
+            except StatementError as error:
+                if error.sqlstate != "42501":
+                    raise
+                return EnqueuedOne(None, is_duplicate=True)
             if found:  # else it ended just now, and its key is free again
                 return EnqueuedOne(int(found[0][0] or 0), is_duplicate=True)
+        raise ConfigError(refusals.not_inserted(self.subject.database))
 
     def put_all(self, batch: _Batch, *, fail_on_duplicate: bool) -> Conversation[Enqueued]:
         yield from self.prepared()

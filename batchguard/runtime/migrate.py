@@ -3,7 +3,14 @@
 import contextlib
 from collections.abc import Sequence
 
-from batchguard.adapters.job_store import SCHEMA_VERSION, migrations, quote_identifier, statements_in, statements_of
+from batchguard.adapters.job_store import (
+    SCHEMA_VERSION,
+    migrations,
+    quote_identifier,
+    quote_literal,
+    statements_in,
+    statements_of,
+)
 from batchguard.adapters.postgres import Conversation, StatementError, load_queries
 from batchguard.core import refusals
 from batchguard.core.errors import ConfigError
@@ -91,9 +98,10 @@ def dump_sql(settings: JobSettings) -> str:
     queries = statements_in(load_queries("jobs"), settings.schema)
     scripts: Sequence[str] = [text.strip() for _, text in migrations(0, settings.schema)]
     parts = [
-        f"-- The queue of batchguard in schema {schema}, version {SCHEMA_VERSION}. Run it with: psql -f FILE",
+        f"-- The queue of batchguard, version {SCHEMA_VERSION}. Run it with: psql -f FILE",
         "BEGIN;",
         "SET LOCAL lock_timeout = '10s';",
+        queries["lock_migration"].replace("$1", quote_literal(schema)) + ";",
         f"CREATE SCHEMA IF NOT EXISTS {schema};",
         queries["create_version"] + ";",
         *scripts,

@@ -5,6 +5,7 @@ import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import TypeVar
 
 from batchguard.adapters.clock import now
@@ -26,7 +27,7 @@ from batchguard.adapters.postgres import (
     load_queries,
 )
 from batchguard.core import refusals
-from batchguard.core.errors import ConfigError, RightsError, UnreachableError
+from batchguard.core.errors import ConfigError, RightsError, UnreachableError, UsageError
 from batchguard.core.job import Claim, ClaimedJob, Ending, Result, Verb, group_claims, results_of
 from batchguard.core.job_settings import JobSettings
 from batchguard.core.payload import QUOTES
@@ -46,10 +47,12 @@ RECONNECT = 15.0
 
 AGAIN = ("40001", "40P01")
 """Serialization failure and deadlock: the server asks for the statement to be repeated."""
-_TRIES = 10
+TRIES = 10
+"""How often a statement is repeated that met another one."""
 
-NOT_PRINTABLE = ("54000", "53200")
-"""What a payload that is too large as text ends with: program limit exceeded, out of memory."""
+NOT_PRINTABLE = ("54000", "53200", "57014", "22021", "22P05")
+"""What a claim ends with for the sake of one payload: too large as text (program limit exceeded, out of memory, the
+statement's time is over), or letters that are none in UTF-8."""
 
 UNTRANSLATABLE = "22P05"
 """A letter that the database's encoding does not have."""
@@ -80,6 +83,8 @@ class Queue(Connection):
         self.check_version = check_version
         self.statements = statements_in(load_queries("jobs"), settings.schema)
         self.quoted_schema = quote_identifier(settings.schema)
+        self.give_up_at = inf
+        """When (CLOCK_BOOTTIME) nobody waits for an answer any more."""
         self.is_own = True
         """Whether the session is ours alone, so that what is set stays set for us and for nobody else."""
 
@@ -97,15 +102,18 @@ class Queue(Connection):
         Raises:
             BatchguardError: a line for the user.
         """
-        deadline = now() + RECONNECT
+        deadline = last_end = -inf
         while True:
             try:
                 return drive(self.explained(make()), sleep)
             except SessionEndedError as error:
                 self.close()
-                if now() >= deadline:
+                if now() - last_end > RECONNECT:  # the first one, or there was progress meanwhile
+                    deadline = now() + RECONNECT
+                elif now() >= deadline:
                     self.refuse_server(f"the server ended the session, {error.reason}")
-                self.retry_until = deadline
+                last_end = now()
+                self.retry_until = min(deadline, self.give_up_at)
             except BaseException:
                 self.close()
                 raise
@@ -132,7 +140,9 @@ class Queue(Connection):
             case "25006":  # read-only transaction, although we asked for another
                 return ConfigError(refusals.standby(self.purpose, self.subject))
             case "55P03":
-                return UnreachableError(refusals.table_locked(database, LOCK_TIMEOUT))
+                return UnreachableError(refusals.queue_locked(database, LOCK_TIMEOUT))
+        if error.sqlstate.startswith(("22", "0A")):
+            return UsageError(refusals.not_taken(error.sqlstate, error.message))
         return UnreachableError(refusals.statement_refused(host, error.sqlstate, error.message))
 
     @property
@@ -249,14 +259,18 @@ class Queue(Connection):
                 continue
             try:
                 found = yield from self.run("payload", [job.id, token, self.jobs.max_payload + QUOTES])
-                payload = found[0][0] if found else None
+                payload, key = found[0] if found else (None, None)
                 why = f"the payload is larger than max_payload, {self.jobs.max_payload} bytes"
             except StatementError as error:
                 if error.sqlstate not in NOT_PRINTABLE:
                     raise
-                payload, why = None, f"the server cannot print the payload ({error.sqlstate}: {error.message})"
+                payload, key, why = (
+                    None,
+                    None,
+                    f"the server cannot print the payload ({error.sqlstate}: {error.message})",
+                )
             if payload is not None:
-                jobs.append(replace(job, payload=payload))
+                jobs.append(replace(job, payload=payload, dedupe_key=key))
             else:
                 yield from self.end("fail", [Claim(job.id, token, Ending(True, reason="payload", error=why))])
         return jobs
@@ -309,28 +323,41 @@ class Queue(Connection):
         rows = yield from self.run("reap", [limit, self.jobs.backoff, self.jobs.backoff_max])
         return [status or "" for _, status in rows]
 
-    def claim_once(self, queue: str, limit: int, lease: float) -> list[ClaimedJob]:
+    def claim_once(self, queue: str, limit: int, lease: float, token: str) -> list[ClaimedJob]:
         """Claim as `claim` does; where the answer is lost, what was claimed is looked up.
 
         Raises:
             BatchguardError: a line for the user.
         """
-        token = new_token()
         is_repeated = False
 
         def attempt() -> Conversation[list[ClaimedJob]]:
             nonlocal is_repeated
-            if is_repeated and (found := (yield from self.claimed(lease, token))):
-                return found
-            is_repeated = True
-            return (yield from self.claim(queue, limit, lease, token))
+            if not is_repeated:
+                is_repeated = True
+                return (yield from self.claim(queue, limit, lease, token))
+            found = yield from self.claimed(lease, token)
+            if not found:
+                yield from self.claim(queue, limit, lease, token)
+                found = yield from self.claimed(lease, token)  # the first one may have been under way still
+            yield from self.end("release", [Claim(job.id, token) for job in found[limit:]])
+            return found[:limit]
 
         return self.persist(attempt)
+
+    def release_all(self, tokens: Sequence[str], but: Sequence[int] = ()) -> Conversation[int]:
+        """Release what was claimed with these tokens, also by a claim whose answer never came, and count it."""
+        count = 0
+        for token in tokens:
+            rows = yield from self.run("claimed", [token])
+            claims = [Claim(int(row[0] or 0), token) for row in rows]
+            count += len((yield from self.end("release", [claim for claim in claims if claim.id not in but])))
+        return count
 
 
 def again(make: Callable[[], Conversation[T]]) -> Conversation[T]:
     """Carry out a transaction; where the server asks for it, once more, up to ten times."""
-    for _ in range(_TRIES - 1):
+    for _ in range(TRIES - 1):
         try:
             return (yield from make())
         except StatementError as error:

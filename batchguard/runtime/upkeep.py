@@ -26,7 +26,7 @@ FEW = 8 * 1024**2
 
 _ORDERS = {
     "running": "id",
-    "failed": "queue, id",
+    "failed": "id DESC",
     "pending": "queue, priority, created_at, id",
     "done": "finished_at DESC, id DESC",
 }
@@ -48,6 +48,8 @@ class Upkeep(Queue):
         """
         super().__init__(dsn, settings, command)
         self.tally: Counter[str] = Counter()
+        self.cursor: Counter[str] = Counter()
+        """Up to which id each queue has been gone through."""
 
     def do(self, make: Callable[[], Conversation[T]]) -> T:
         """Carry on one conversation and close the session.
@@ -110,7 +112,7 @@ class Upkeep(Queue):
             done[name] = int(plan[0]["Plan"]["Plan Rows"])
         return done
 
-    def wait(self, ids: Sequence[int], until: float) -> dict[int, str | None] | None:
+    def wait(self, ids: Sequence[int], until: float) -> dict[int, str | None]:
         """Wait until jobs are done or failed.
 
         Args:
@@ -118,24 +120,25 @@ class Upkeep(Queue):
             until: when to give up (CLOCK_BOOTTIME).
 
         Returns:
-            what each has become, None where there is no such job; None when the time is over.
+            what each has become, None where there is no such job, which ends the wait; some may be open still when the
+            time is over.
 
         Raises:
             BatchguardError: a line for the user; a server that is away is waited for as well.
         """
         pause_s = _SHORTEST_PAUSE
+        self.give_up_at = until
         with contextlib.closing(self):
             while True:
                 try:
                     states = self.persist(lambda: self.states(ids))
                 except UnreachableError:
-                    if not self.retry_until or now() >= until:
+                    if not self.was_connected or now() >= until:
                         raise
                 else:
-                    if all(state not in ("pending", "running") for state in states.values()):
+                    is_open = any(state in ("pending", "running") for state in states.values())
+                    if not is_open or None in states.values() or now() >= until:
                         return states
-                if now() >= until:
-                    return None
                 time.sleep(max(0.0, min(pause_s * random.uniform(0.8, 1.2), until - now())))
                 pause_s = min(_LONGEST_PAUSE, pause_s * 1.3)
 
@@ -184,15 +187,14 @@ class Upkeep(Queue):
             rows = yield from self.run("failed_queues")
             queues = [row[0] or "" for row in rows]
         for queue in queues:
-            last = 0
-            while rows := (yield from self.run("failed_ids", [queue, last, CHUNK])):
+            while rows := (yield from self.run("failed_ids", [queue, self.cursor[queue], CHUNK])):
                 ids = _ids(rows)
                 words = yield from self.retry_chunk(ids)
                 self.tally.update(words.values())
-                last = ids[-1]
+                self.cursor[queue] = ids[-1]
 
     def cancel_ids(self, ids: Sequence[int]) -> Conversation[list[Result]]:
-        """Cancel jobs: cancelled, already (finished before), or unknown."""
+        """Cancel jobs: cancelled, not open (it had ended before), or unknown."""
         results: dict[int, str] = {}
         wanted = sorted(set(ids))
         for chunk in _chunks(wanted):

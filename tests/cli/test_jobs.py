@@ -96,7 +96,7 @@ def test_fail_comes_back_later_and_ends_failed(jobs: Queue) -> None:
     assert done.lines[0]["result"] == "failed"
     [shown] = jobs.ok("show", str(job["id"]), "--json").lines
     assert (shown["status"], shown["reason"], shown["exit_code"]) == ("failed", "exit", 75)
-    assert shown["last_error"] == "gone\\0bad"
+    assert shown["last_error"] == "gone\\x00bad"
     assert shown["finished_at"] is not None
     assert shown["claimed_until"] is None
 
@@ -156,7 +156,7 @@ def test_a_slow_worker_has_lost_its_job(jobs: Queue) -> None:
     [job] = jobs.claim()
     jobs.expire()
     assert jobs.ok("reap").lines == [{"retrying": 1, "failed": 0}]
-    for verb in ("complete", "extend"):
+    for verb in ("complete", "fail", "release", "extend"):
         done = jobs.end(verb, job)
         assert (done.code, done.lines[0]["result"]) == (76, "lost")
         assert f"lost job {job['id']}" in done.err
@@ -244,7 +244,7 @@ def test_chunks_stand_and_say_where_to_resume(jobs: Queue) -> None:
     parts = jobs("enqueue", "--lines", "--chunk", "10", stdin=data)
     assert (parts.code, parts.lines) == (64, [{"enqueued": 20, "duplicates": 0}])
     assert "line 26: not JSON" in parts.err
-    assert "Lines 1 to 20 are dealt with; resume at line 21." in parts.err
+    assert "; lines 1 to 20 are dealt with; resume at line 21 (tail -n +21)" in parts.err
     assert jobs.statuses() == {"pending": 20}
     rest = "".join(data.splitlines(keepends=True)[20:25])
     jobs.ok("enqueue", "--lines", "--chunk", "10", stdin=rest)
@@ -266,7 +266,7 @@ def test_list_show_and_stats(jobs: Queue) -> None:
     assert [job["id"] for job in jobs.ok("list", "--status", "running", "--json").lines] == [running["id"]]
     assert jobs.ok("list", "--queue", "none", "--json").out == ""
     text = jobs.ok("list").out
-    assert re.search(rf"^{failed['id']}  mail  failed .*no retry, ValueError: no$", text, re.MULTILINE)
+    assert re.search(rf"^{failed['id']} +mail +failed .*no retry, ValueError: no$", text, re.MULTILINE)
     assert text.startswith(f'# jobs in "{jobs.schema}" of ')
     shown = jobs.ok("show", str(failed["id"])).out
     assert re.search(r"^last_error +Traceback:\n +ValueError: no$", shown, re.MULTILINE)
@@ -296,6 +296,11 @@ def test_wait(jobs: Queue) -> None:
     assert jobs("wait", str(one["id"])).code == 0
     jobs.end("fail", two, retry=False)
     assert jobs("wait", str(one["id"]), str(two["id"])).code == 1
+    jobs.put(3)
+    mixed = jobs("wait", str(two["id"]), "3", "--wait", "0.2")
+    assert mixed.code == 124
+    assert f"for job 3, not finished yet; job {two['id']} failed; exit 124" in mixed.err
+    assert jobs("wait", "4711", "3").code == 69
     unknown = jobs("wait", "4711")
     assert unknown.code == 69
     assert "there is no job 4711" in unknown.err
@@ -345,6 +350,9 @@ def test_purge(jobs: Queue) -> None:
     one, two = jobs.claim("-n", "2")
     jobs.end("complete", one)
     jobs.end("fail", two, retry=False)
+    forgotten = jobs("purge", "--older-than", "30")
+    assert forgotten.code == 64
+    assert "30 of what? Write 30d for days" in forgotten.err
     assert jobs.ok("purge", "--older-than", "1d").lines == [{"purged": 5100}]
     assert jobs.statuses() == {"done": 1, "failed": 1}
     assert jobs.ok("purge", "--older-than", "0").lines == [{"purged": 1}]
@@ -411,3 +419,44 @@ def test_a_poolers_session_is_left_as_it_was(argv: tuple[str, ...], jobs: Queue)
     with psycopg.connect(jobs.dsn, autocommit=True) as client:
         jobs(*argv, stdin="1\n")
         assert client.execute(shown).fetchone() == defaults
+
+
+def test_what_others_put_in_is_shown_as_one_harmless_line(plain_jobs: Queue) -> None:
+    """Control characters of error texts, times beyond Python's calendar, names that are no text."""
+    jobs = plain_jobs
+    jobs.sql("INSERT INTO {jobs} (payload, dedupe_key) VALUES ('1', E'k\\e]0;x\\x07\\n')")
+    jobs.sql(
+        "INSERT INTO {jobs} (payload, run_at) VALUES ('1', '9999-12-31T23:59:59Z'), ('1', '20000-01-01T00:00:00Z')"
+    )
+    jobs.sql("UPDATE {jobs} SET last_error = E'\\e[2J', reason = 'exit' WHERE id = 1")
+    for argv in (("list",), ("show", "1"), ("show", "2"), ("show", "3")):
+        for zone in ("Asia/Tokyo", "America/New_York"):
+            assert "\x1b" not in jobs.ok(*argv, TZ=zone).out
+    with pytest.raises(psycopg.errors.CheckViolation):
+        jobs.sql("INSERT INTO {jobs} (payload, queue) VALUES ('1', E'a\\nb')")
+    for verb in ("list", "stats", "cancel", "retry", "claim"):
+        assert jobs(verb, "--queue", "\udcff").code == 64
+    assert jobs("show", "0" * 19 + "9" * 5000).code == 64
+
+
+def test_json_is_utf8_on_every_terminal(plain_jobs: Queue) -> None:
+    """What is JSON stays JSON, whatever the encoding of stdout."""
+    plain_jobs.put("caf\u00e9 \U0001f600")
+    assert (
+        plain_jobs.ok("show", "1", "--json", PYTHONIOENCODING="latin-1").lines[0]["payload"] == "caf\u00e9 \U0001f600"
+    )
+
+
+def test_deep_payloads_do_not_stop_others(plain_jobs: Queue) -> None:
+    """A payload deeper than Python reads is given out like any other, and its line can be fed back."""
+    plain_jobs.sql("INSERT INTO {jobs} (payload) VALUES ((repeat('[', 2000) || repeat(']', 2000))::jsonb)")
+    plain_jobs.put(2)
+    lines = plain_jobs.ok("claim", "-n", "2").out
+    assert [line["result"] for line in plain_jobs.ok("complete", "--stdin", stdin=lines).lines] == ["done", "done"]
+
+
+def test_nothing_to_claim_is_said_to_who_asks(plain_jobs: Queue) -> None:
+    """With -v; a queue's name may be mistyped."""
+    done = plain_jobs("claim", "-v", "--queue", "mial")
+    assert done.code == 3
+    assert "nothing to claim now in queue mial" in done.err

@@ -70,14 +70,17 @@ def test_one_bad_payload_refuses_all(text: str, plain_jobs: Queue) -> None:
     [
         ("--lines", b"\xef\xbb\xbf1\n", "line 1: it begins with a byte order mark"),
         ("--lines", b"1\n\n2\n", "line 2: it is empty"),
-        ("--text", b"a\n \nb\n", "line 2: it is empty"),
+        ("--text", b"a\n\nb\n", "line 2: it is empty"),
+        ("--lines", b'1\n"' + b"x" * 7 * 1024**2 + b'"\n', "line 2: it has more than"),
+        ("--null", b"a\0" + b"x" * 7 * 1024**2, "item 2: it has more than"),
+        ("-", b'"' + b"x" * 7 * 1024**2, "which no payload has"),
         ("--text", b"a\n\xff\n", "line 2: byte 1 is not UTF-8 (0xff)"),
         ("--text", b"a\nb\0\n", "line 2: the text has a NUL in it"),
         ("--null", b"a\0\0b", "item 2: it is empty"),
         ("--jsonl", b'{"payload": 1}\r\n{"payload": 2, "run_at": "tomorrow"}\n', "line 2: run_at: "),
         ("-", b"1\n2\n", "not JSON: extra data"),
         ("-", b"\xef\xbb\xbf1", "byte order mark"),
-        ("-", b"", "not JSON"),
+        ("-", b"", "stdin is empty"),
     ],
 )
 def test_input_that_is_refused(form: str, data: bytes, why: str, plain_jobs: Queue) -> None:
@@ -92,7 +95,7 @@ def test_input_that_is_refused(form: str, data: bytes, why: str, plain_jobs: Que
     ("argv", "why"),
     [
         ((), "what is to be enqueued?"),
-        (("hello",), "not JSON"),
+        (("hello",), "PAYLOAD hello: not JSON"),
         (("1", "--lines"), "--lines and PAYLOAD: give one of them"),
         (("--jsonl", "--text"), "give one of them"),
         (("--lines", "--dedupe-key", "a"), "--dedupe-key would be the same for all lines"),
@@ -104,6 +107,8 @@ def test_input_that_is_refused(form: str, data: bytes, why: str, plain_jobs: Que
         (("1", "--max-attempts", "0"), "--max-attempts: 0 is not"),
         (("1", "--schema", "pg_catalog"), "--schema: "),
         (("1", "--dedupe-key", "\udcff"), "--dedupe-key: "),
+        (('"\udcff"',), "is not UTF-8"),
+        (("1", "--queue", "\udcff"), "--queue: "),
     ],
 )
 def test_usage(argv: tuple[str, ...], why: str, plain_jobs: Queue) -> None:
@@ -129,7 +134,7 @@ def test_role_that_may_only_insert(plain_jobs: Queue, jobs_role: str) -> None:
         refused = plain_jobs(*argv, dsn=jobs_role)
         assert refused.code == 77, argv
         assert "42501" in refused.err
-        assert "Ask its owner for the right" in refused.err
+        assert "Ask its owner; batchguard jobs migrate --help lists the rights" in refused.err
 
 
 def test_closed_pipe_releases_what_was_not_written(plain_jobs: Queue, tmp_path: Path) -> None:
@@ -201,3 +206,69 @@ def test_letters_that_the_database_does_not_have(server: Server, forkserver: For
         assert jobs.sql("SELECT last_error FROM {jobs}") == [("\\u5931\\u6557 \\U0001f600",)]
     finally:
         server.sql("DROP DATABASE euc WITH (FORCE)")
+
+
+@pytest.mark.parametrize(
+    "grant",
+    ["", "GRANT SELECT (id) ON {jobs} TO {role}", "GRANT SELECT (id, queue, dedupe_key, status) ON {jobs} TO {role}"],
+)
+def test_duplicates_of_a_role_with_few_rights(grant: str, plain_jobs: Queue, jobs_role: str, role: str) -> None:
+    """Whatever it may read: a duplicate is said to be one, and is an error where that was asked for."""
+    if grant:
+        plain_jobs.sql(grant.replace("{role}", role))
+    first = plain_jobs("enqueue", "1", "--dedupe-key", "k", dsn=jobs_role)
+    assert first.code == 0
+    again = plain_jobs("enqueue", "1", "--dedupe-key", "k", dsn=jobs_role)
+    assert again.code == 0
+    assert again.out == (first.out if "queue" in grant else "")
+    if not again.out:
+        assert "dedupe key 'k' is in use: nothing was enqueued" in again.err
+    refused = plain_jobs("enqueue", "1", "--dedupe-key", "k", "--fail-on-duplicate", dsn=jobs_role)
+    assert (refused.code, refused.out) == (5, "")
+    assert plain_jobs.statuses() == {"pending": 1}
+
+
+def test_rules_of_somebody_elses_that_keep_a_job_out(plain_jobs: Queue) -> None:
+    """A unique index on the payload, or a trigger that drops the row: it is said, and not tried for ever."""
+    plain_jobs.sql("CREATE UNIQUE INDEX mine ON {jobs} ((payload->>'x'))")
+    plain_jobs.ok("enqueue", '{"x": "1"}')
+    for argv in (('{"x": "1"}',), ('{"x": "1"}', "--dedupe-key", "free")):
+        done = plain_jobs("enqueue", *argv)
+        assert done.code == 78
+        assert "a trigger or a unique index of your own" in done.err
+
+
+def test_an_id_that_cannot_be_written(plain_jobs: Queue, start: StartRun) -> None:
+    """The job is in, and is not to be enqueued again: no failure, and a line that says so."""
+    with open("/dev/full", "wb") as full:
+        run = start("jobs", "enqueue", "--schema", plain_jobs.schema, "1", stdout=full)
+        assert run.code() == 0
+    assert "job 1 is enqueued, although that could not be written (No space left on device)" in run.err
+    assert plain_jobs.statuses() == {"pending": 1}
+
+
+def test_closed_stdin(plain_jobs: Queue) -> None:
+    """A script that closes it is told so."""
+    for argv in ("enqueue --lines", "enqueue -", "complete --stdin"):
+        script = f"exec {' '.join(COMMAND)} jobs {argv} --schema {plain_jobs.schema} <&-"
+        done = subprocess.run(
+            ["sh", "-c", script], env=clean_environment(BATCHGUARD_DSN=plain_jobs.dsn), check=False, capture_output=True
+        )
+        assert (done.returncode, done.stderr) == (64, b"batchguard: stdin is closed\n")
+
+
+def test_bytes_that_are_no_utf8_hold_up_nobody(server: Server, forkserver: ForkServer) -> None:
+    """In a database without an encoding a plain INSERT can put them in: that job fails, the others are claimed."""
+    server.sql("CREATE DATABASE ascii ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0")
+    try:
+        database = Server(f"{server.dsn} dbname=ascii client_encoding=SQL_ASCII")
+        jobs = Queue(database, f"{server.dsn} dbname=ascii", "batchguard", forkserver)
+        jobs.ok("migrate")
+        jobs.sql("""INSERT INTO {jobs} (payload) VALUES (E'"caf\\xe9"'::text::jsonb)""")
+        jobs.sql("INSERT INTO {jobs} (payload, dedupe_key) VALUES ('1', E'caf\\xe9')")
+        jobs.put("good", dedupe_key="k")
+        [job] = jobs.claim("-n", "9")
+        assert (job["payload"], job["dedupe_key"]) == ("good", "k")
+        assert jobs.sql("SELECT count(*) FROM {jobs} WHERE status = 'failed'") == [(2,)]
+    finally:
+        server.sql("DROP DATABASE ascii WITH (FORCE)")

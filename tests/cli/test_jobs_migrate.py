@@ -53,7 +53,13 @@ def test_eight_at_once(empty_database: Queue, start: StartRun) -> None:
     assert empty_database.ok("enqueue", "1").out == "1\n"
 
 
-@pytest.mark.parametrize("schema", ["dumped", ODD_SCHEMA])
+def run_script(psql: str, dsn: str, script: str) -> None:
+    """Let psql carry out a script; every error is one."""
+    argv = [psql, "-qX", "-v", "ON_ERROR_STOP=1", dsn]
+    subprocess.run(argv, input=script, text=True, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("schema", ["dumped", ODD_SCHEMA, "a\nb\\'"])
 def test_dumped_sql_makes_the_same(schema: str, server: Server, forkserver: ForkServer) -> None:
     """It runs in psql, twice without harm, and the schema is the one that migrate makes."""
     psql = shutil.which("psql")
@@ -62,11 +68,9 @@ def test_dumped_sql_makes_the_same(schema: str, server: Server, forkserver: Fork
     queue = Queue(server, server.dsn, schema, forkserver)
     script = queue.ok("migrate", "--dump-sql", dsn="host=nowhere.invalid").out
     try:
-        for _ in range(2):
-            subprocess.run(
-                [psql, "-qX", "-v", "ON_ERROR_STOP=1", server.dsn],
-                input=script, text=True, check=True, capture_output=True,
-            )  # fmt: skip
+        for _ in range(2):  # four at once, and once more
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(lambda _: run_script(psql, server.dsn, script), range(4)))
         dumped = shape(queue)
         server.sql(f"DROP SCHEMA {queue.table.removesuffix('.jobs')} CASCADE")
         queue.ok("migrate")
@@ -146,4 +150,5 @@ def test_a_locked_table_is_waited_for_a_while_and_named(plain_jobs: Queue) -> No
         with ThreadPoolExecutor() as pool:
             done = pool.submit(plain_jobs, "claim").result()
     assert done.code == 69
-    assert "is locked as a whole, for 10s already (55P03)" in done.err
+    assert "another transaction keeps a job, a dedupe key or the whole table of the queue" in done.err
+    assert "for 10s already (55P03), exit 69. Who: SELECT pid" in done.err

@@ -14,9 +14,19 @@ JOB = ClaimedJob(7, "t", "q", 0, 1, 5, "2026", "2027", 60.0, None, "s.jobs:7:202
 def test_a_claims_line_can_be_fed_back() -> None:
     """The payload is written to the digit, and does not disturb who reads the line for its token."""
     assert '"payload": {"n": 1.10}}' in JOB.to_line()
-    assert read_claim(JOB.to_line()) == Claim(7, "t")
+    assert read_claim(JOB.to_line(), "complete") == Claim(7, "t")
     huge = JOB.to_line().replace("1.10", "9" * 6000)
-    assert read_claim(huge) == Claim(7, "t")
+    assert read_claim(huge, "complete") == Claim(7, "t")
+
+
+def test_what_the_verb_does_not_read_is_ignored() -> None:
+    """Lines of any origin can be fed to any verb; and a payload of any depth is passed over."""
+    odd = json.dumps({"id": 7, "claim_token": "t", "retry": "x", "lease": 0, "error": 5})
+    assert read_claim(odd, "complete") == read_claim(odd, "release") == Claim(7, "t")
+    timed = json.dumps({"id": 7, "claim_token": "t", "retry": "x", "lease": "2h"})
+    assert read_claim(timed, "extend", Ending(lease=1.0)) == Claim(7, "t", Ending(lease=7200.0))
+    deep = JOB.to_line().replace('{"n": 1.10}', "[" * 5000 + "]" * 5000)
+    assert read_claim(deep, "complete") == Claim(7, "t")
 
 
 @pytest.mark.parametrize(
@@ -27,14 +37,14 @@ def test_a_claims_line_can_be_fed_back() -> None:
         ({"retry": True, "retry_in": "1.5m"}, Ending(retry_in=90.0, exit_code=3)),
         ({"retry_in": 0}, Ending(retry_in=0.0, exit_code=3)),
         ({"retry_in": 2.5, "exit_code": None}, Ending(retry_in=2.5, exit_code=3)),
-        ({"exit_code": 255, "error": " a\0b "}, Ending(exit_code=255, error="a\\0b")),
-        ({"lease": "2h", "other": [1]}, Ending(lease=7200.0, exit_code=3)),
+        ({"exit_code": 255, "error": " a\0b "}, Ending(exit_code=255, error="a\\x00b")),
+        ({"lease": 0, "other": [1]}, Ending(exit_code=3)),
     ],
 )
 def test_lines_say_how_it_ended(more: dict[str, object], ending: Ending) -> None:
     """What a line says counts; else what the options say."""
     line = json.dumps({"id": "7", "claim_token": "t", **more})
-    assert read_claim(line, Ending(exit_code=3)) == Claim(7, "t", ending)
+    assert read_claim(line, "fail", Ending(exit_code=3)) == Claim(7, "t", ending)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +61,7 @@ def test_lines_say_how_it_ended(more: dict[str, object], ending: Ending) -> None
 def test_lines_that_are_none(line: str) -> None:
     """Nothing is guessed."""
     with pytest.raises(UsageError):
-        read_claim(line)
+        read_claim(line, "extend" if "lease" in line else "fail")
 
 
 def test_what_one_statement_can_do_is_put_together() -> None:
@@ -79,7 +89,8 @@ def test_results() -> None:
 def test_error_texts_are_cleaned_and_cut() -> None:
     """No NUL, no half characters, the end of it."""
     assert clean_error("  \n") is None
-    assert clean_error("a\0b\udc80") == "a\\0b\\udc80"
+    assert clean_error("a\0b\udc80") == "a\\x00b\\udc80"
+    assert clean_error("\x1b[2Jgone\a\n\tyes\x9b") == "\\x1b[2Jgone\\x07\n\tyes\\x9b"
     kept = clean_error("移" * 5000) or ""
     assert len(kept.encode()) <= 4096
     assert set(kept) == {"移"}

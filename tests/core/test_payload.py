@@ -69,7 +69,7 @@ REFUSED = {
     "-0." + "1" * 1000: "more than 1000 digits",
     "1e99999999999999999999": "more than 1000 digits",
     "5" * 990 + "e99": "more than 1000 digits",
-    json.dumps("x" * (MIB + 1)): "1048579 bytes when it is printed, and max_payload is 1048576",
+    json.dumps("x" * (MIB + 1)): "1048579 bytes when it is printed, and max_payload of .jobs. is 1048576",
     "[" + ",".join(["1e900"] * 1200) + "]": "max_payload",
     "[" + "1," * (MIB // 2 - 100) + "1]": "max_payload",
 }

@@ -1,6 +1,7 @@
 """Answers that get lost, servers that go away, and neighbours on the same table."""
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,8 +101,7 @@ def test_an_enqueue_that_is_interrupted_leaves_nothing(plain_jobs: Queue, start:
         plain_jobs.sql("SELECT pg_terminate_backend(%s)", pid)
         thread.join()
     assert done[0].code == 69
-    assert "the server ended the session (57P01)" in done[0].err
-    assert "nothing is enqueued" in done[0].err
+    assert "ended the session (57P01) before the jobs were committed, exit 69; nothing is enqueued" in done[0].err
     assert plain_jobs.statuses() == {}
 
 
@@ -190,3 +190,50 @@ def test_bulk_completes_do_not_lock_one_another_out(ids: list[int], plain_jobs: 
     thread.join()
     assert [line["result"] for line in done[0].lines] == ["done"] * 4
     assert [line["id"] for line in done[0].lines] == ids
+
+
+def test_a_session_that_ends_after_long_progress_is_replaced(plain_jobs: Queue, start: StartRun) -> None:
+    """What counts is how long the server has been away, not how long the command runs; the tally goes on."""
+    plain_jobs.sql(
+        "INSERT INTO {jobs} (payload, status, finished_at) SELECT '1', 'done', now() - interval '2 days' "
+        "FROM generate_series(1, 10001)"
+    )
+    gate = f"{plain_jobs.schema}.gate"
+    plain_jobs.sql(
+        GATE.replace("{gate}", gate).replace("INSERT OR UPDATE", "DELETE").replace("EACH ROW", "EACH STATEMENT")
+    )
+    blocked = "SELECT pid FROM pg_locks WHERE NOT granted AND locktype = 'relation'"
+    with plain_jobs.server.connect() as other:
+        with other.transaction():
+            other.execute(f"LOCK TABLE {gate}")
+            purge = begin(start, plain_jobs, "purge", "--older-than", "1d")
+            until(lambda: plain_jobs.sql(blocked))
+        until(lambda: plain_jobs.statuses()["done"] <= 5001)
+        [[pid]] = until(
+            lambda: plain_jobs.sql("SELECT pid FROM pg_stat_activity WHERE application_name = 'batchguard jobs purge'")
+        )
+        plain_jobs.sql("SELECT pg_terminate_backend(%s)", pid)
+    assert purge.code() == 0
+    assert plain_jobs.statuses() == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_claim_that_is_ended_releases_all_of_it(number: signal.Signals, plain_jobs: Queue, start: StartRun) -> None:
+    """Jobs of a first queue that are ours already, and those of a claim that is under way when the signal comes."""
+    plain_jobs.put(1, queue="a")
+    plain_jobs.put(2, queue="b")
+    gate = f"{plain_jobs.schema}.gate"
+    plain_jobs.sql(
+        GATE.replace("{gate}", gate).replace(
+            "FOR EACH ROW", "FOR EACH ROW WHEN (NEW.queue = 'b' AND NEW.status = 'running')"
+        )
+    )
+    with plain_jobs.server.connect() as other, other.transaction():
+        other.execute(f"LOCK TABLE {gate}")
+        claim = begin(start, plain_jobs, "claim", "-n", "2", "--queue", "a", "--queue", "b")
+        until(lambda: plain_jobs.sql("SELECT 1 FROM pg_locks WHERE NOT granted AND locktype = 'relation'"))
+        claim.popen.send_signal(number)
+        until(lambda: plain_jobs.sql("SELECT 1 FROM {jobs} WHERE queue = 'a' AND status = 'pending'"))
+    assert claim.code() == 128 + number
+    assert claim.out == ""
+    assert plain_jobs.sql("SELECT attempts FROM {jobs} WHERE queue = 'a'") == [(0,)]

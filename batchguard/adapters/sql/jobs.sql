@@ -15,7 +15,8 @@ BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE
 -- count. $3 says whether it is for this transaction alone. search_path stays: every name of ours is qualified, and a
 -- trigger that somebody put on the table may rely on it.
 SELECT set_config('lock_timeout', $1, $3), set_config('statement_timeout', $2, $3),
-       set_config('idle_in_transaction_session_timeout', '0', $3)
+       set_config('idle_in_transaction_session_timeout', '0', $3),
+       set_config('idle_session_timeout', '0', $3)
 
 -- name: prepare_own
 -- The same for a session of our own, where isolation is a default as well.
@@ -74,10 +75,13 @@ VALUES ($1::jsonb, $2, $3::smallint, $4::timestamptz, $5::integer, $6)
 RETURNING id
 
 -- name: enqueue_blindly
--- The same for a role that may not read ids.
-INSERT INTO {schema}.jobs (payload, queue, priority, run_at, max_attempts, dedupe_key)
-VALUES ($1::jsonb, $2, $3::smallint, $4::timestamptz, $5::integer, $6)
-    ON CONFLICT DO NOTHING
+-- The same for a role that may not read ids: whether there is a row now.
+WITH enqueued AS (
+    INSERT INTO {schema}.jobs (payload, queue, priority, run_at, max_attempts, dedupe_key)
+    VALUES ($1::jsonb, $2, $3::smallint, $4::timestamptz, $5::integer, $6)
+        ON CONFLICT DO NOTHING
+    RETURNING 1)
+SELECT count(*) FROM enqueued
 
 -- name: find_duplicate
 -- The job that has the key.
@@ -116,7 +120,8 @@ SELECT count(*) FROM enqueued
 -- name: claim
 -- Up to $2 jobs of one queue. Those whose time has come get at most half while others are ready, and an odd half goes
 -- up or down at random, so that neither side starves. The array keeps the plan a walk over the primary key, and the
--- locks do not skip what an open transaction merely refers to. A payload larger than $6 comes as NULL.
+-- locks do not skip what an open transaction merely refers to. A payload larger than $6 comes as NULL; with -1 neither
+-- payloads nor dedupe keys come.
 WITH due AS MATERIALIZED (
     SELECT id FROM {schema}.jobs
      WHERE queue = $1 AND status = 'pending' AND run_at IS NOT NULL AND run_at <= now()
@@ -136,29 +141,30 @@ WITH due AS MATERIALIZED (
        SET status = 'running', claim_token = $3, claimed_until = clock_timestamp() + make_interval(secs => $4::float8),
            attempts = attempts + 1, claimed_by = $5
      WHERE id = ANY (ARRAY (SELECT id FROM pick))
-    RETURNING id, queue, priority, attempts, max_attempts, created_at, claimed_until, dedupe_key,
+    RETURNING id, queue, priority, attempts, max_attempts, created_at, claimed_until,
+              CASE WHEN $6::bigint >= 0 THEN dedupe_key END AS dedupe_key,
               CASE WHEN $6::bigint >= 0 THEN payload::text END AS printed
 )
 SELECT id, queue, priority, attempts, max_attempts,
-       to_json(created_at) #>> '{}', to_json(claimed_until) #>> '{}',
        to_char(created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
+       to_char(claimed_until AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
        dedupe_key,
        CASE WHEN octet_length(printed) <= $6::bigint THEN printed END
   FROM claimed
 
 -- name: claimed
--- What a claim got whose answer was lost, without payloads.
+-- What a claim got whose answer was lost, without payloads and dedupe keys.
 SELECT id, queue, priority, attempts, max_attempts,
-       to_json(created_at) #>> '{}', to_json(claimed_until) #>> '{}',
        to_char(created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-       dedupe_key, NULL
+       to_char(claimed_until AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
+       NULL, NULL
   FROM {schema}.jobs
  WHERE status = 'running' AND claim_token = $1
 
 -- name: payload
--- One payload; NULL when it is larger than $3.
-SELECT CASE WHEN octet_length(printed) <= $3::bigint THEN printed END
-  FROM (SELECT payload::text AS printed FROM {schema}.jobs WHERE id = $1 AND claim_token = $2 OFFSET 0) AS one
+-- One payload, NULL when it is larger than $3; and the dedupe key.
+SELECT CASE WHEN octet_length(printed) <= $3::bigint THEN printed END, dedupe_key
+  FROM (SELECT payload::text AS printed, dedupe_key FROM {schema}.jobs WHERE id = $1 AND claim_token = $2 OFFSET 0) AS one
 
 -- name: own
 -- How the next four begin: our own running ones, locked in the order of their ids ($1 is sorted), since two who end the
@@ -218,7 +224,8 @@ SELECT job.id, job.status
        LATERAL (SELECT id, status FROM {schema}.jobs WHERE jobs.id = wanted.id AND claim_token = $2 OFFSET 0) AS job
 
 -- name: reap
--- Expired leases, as a failed attempt each; who completes one just now is first.
+-- Expired leases, as a failed attempt each; who completes one just now is first. The token goes too: whoever comes with
+-- it later has lost the job, whatever it wants.
 WITH expired AS MATERIALIZED (
     SELECT id FROM {schema}.jobs
      WHERE status = 'running' AND claimed_until < now()
@@ -231,7 +238,7 @@ UPDATE {schema}.jobs
                      ELSE clock_timestamp() + make_interval(secs =>
                           least($3::float8, $2::float8 * 2.0 ^ least(greatest(attempts - 1, 0), 60))
                           * (1 - 0.25 * random())) END,
-       claimed_until = NULL, exit_code = NULL, reason = 'lease expired', last_error = NULL
+       claimed_until = NULL, claim_token = NULL, exit_code = NULL, reason = 'lease expired', last_error = NULL
  WHERE id = ANY (ARRAY (SELECT id FROM expired)) AND status = 'running' AND claimed_until < now()
 RETURNING id, status
 

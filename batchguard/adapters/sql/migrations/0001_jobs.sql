@@ -9,7 +9,7 @@ CREATE TABLE IF NOT EXISTS {schema}.jobs (
     claim_token   text,
     claimed_until timestamptz,
     attempts      integer NOT NULL DEFAULT 0 CHECK (attempts >= 0),
-    queue         text NOT NULL DEFAULT 'default' CHECK (octet_length(queue) BETWEEN 1 AND 63),
+    queue         text NOT NULL DEFAULT 'default' CHECK (octet_length(queue) BETWEEN 1 AND 63 AND queue !~ '[\x01-\x1f\x7f]'),
     priority      smallint NOT NULL DEFAULT 0,
     run_at        timestamptz CHECK (isfinite(run_at)),
     max_attempts  integer NOT NULL DEFAULT 5 CHECK (max_attempts >= 1),
