@@ -24,6 +24,8 @@ class Claimed:
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
+        self.unsure: list[str] = []
+        """Of claims whose answer never came, although it was waited for."""
         self.jobs: list[ClaimedJob] = []
         self.written: list[int] = []
 
@@ -103,15 +105,21 @@ def _signals_raised() -> Iterator[None]:
 def _wait_for_jobs(
     queue: Queue, claimed: Claimed, queues: Sequence[str], limit: int, lease: float, wait: float
 ) -> None:
-    until = queue.give_up_at = now() + wait
+    until = now() + wait
+    if wait:
+        queue.give_up_at = until
     pause_s = _SHORTEST_PAUSE
     while True:
         try:
+            queue.persist(lambda: queue.release_all(claimed.unsure))
+            claimed.unsure.clear()
             queue.persist(queue.reap)
             for name in queues:
                 if len(claimed.jobs) < limit:
                     claimed.tokens.append(new_token())
+                    claimed.unsure.append(claimed.tokens[-1])
                     claimed.jobs += queue.claim_once(name, limit - len(claimed.jobs), lease, claimed.tokens[-1])
+                    claimed.unsure.clear()
         except UnreachableError:
             # What one queue gave is ours, though the next could not be asked; and who waits, waits for the server too.
             if not claimed.jobs and (now() >= until or not queue.was_connected):
