@@ -77,15 +77,16 @@ def acquire(
         BatchguardError: why the command must not start, and what to do.
     """
     verify_timing(request.settings.timing)
-    return (yield from _Acquisition(request, about, want_holder, outer).run())
+    return (yield from Acquisition(request, about, want_holder, outer).run())
 
 
-class _Acquisition(Access):
+class Acquisition(Access):
     """One attempt to get the lock; holds what its steps share."""
 
     def __init__(
         self, request: RunRequest, about: Mapping[str, Any], want_holder: bool, outer: Mapping[str, str]
     ) -> None:
+        """Prepare; see `acquire`."""
         super().__init__(
             refusals.RUN,
             request.settings,
@@ -202,12 +203,16 @@ class _Acquisition(Access):
         return self.is_inside(holders)
 
     def note_rivals(self) -> Conversation[None]:
-        """Remember which runs have the lock before us, and forget those that had it until now."""
+        """Remember which runs have the lock before us, and forget those that have said that they gave it back.
+
+        Who is gone without a word stays: it may have been ended between two of our looks, with its tree still alive.
+        """
+        gone = set(self.released)
         self.released.clear()
         self.hear()  # a run that is about to give its lock back has said so already
         if locks := self.waited_for():
             rows = yield from self.ask(QUERIES["rivals"], self.check_params(locks))
-            self.ahead = {int(row[0] or 0) for row in rows}
+            self.ahead = self.ahead - gone - self.released | {int(row[0] or 0) for row in rows}
 
     def waited_for(self) -> list[LockKey]:
         """Give the locks that we queue for; of a range, the runs that we waited for may go on in their own slots."""

@@ -74,7 +74,7 @@ def read_argument(text: str, defaults: NewJob, max_payload: int) -> NewJob:
     except UsageError as error:
         shown = text if len(text) <= 40 else text[:39] + "…"
         raise UsageError(
-            f"PAYLOAD {shown}: {error}. It is JSON: quote it for the shell, and a text once more: '\"hello\"'. "
+            f"PAYLOAD {shown}: {error}. A payload is JSON: quote it for the shell, and a text once more: '\"hello\"'. "
             "A file of many is --jsonl < FILE, or --lines, --text, --null"
         ) from None
 

@@ -91,6 +91,7 @@ class Overlap:
     second: Batch
     length: float
     allowed: float
+    deeds: tuple[Deed, ...] = ()  # that were done to the first one's host, or to all, while it lived
 
 
 @dataclass
@@ -394,11 +395,16 @@ class Nemesis:
         self.outcome.batches = len(batches)
         for first, second, length in find_overlaps(batches):
             may = allowed(self.outcome.settle, self.deeds, first, second)
-            self.outcome.overlaps.append(Overlap(first, second, length, may))
+            near = [deed for deed in self.deeds if deed.host in (None, first.host)]
+            near = [deed for deed in near if deed.touches(first.began - TIMING.window, second.began)]
+            self.outcome.overlaps.append(Overlap(first, second, length, may, tuple(near)))
 
 
 FREES_ONE_LOCK = ("backend terminated", "server reset")
 """What frees a lock at once without a trace that another run could see."""
+ABOUT_TO_START = 0.5
+"""Seconds from the last look at a lock to the begin of the command, on a busy machine: what frees the lock in between
+is heard when the command runs already."""
 FREES_ALL_LOCKS = ("server restarted, fast", "server restarted, immediate", "server crashed")
 
 
@@ -408,7 +414,7 @@ def allowed(settle: str, deeds: list[Deed], first: Batch, second: Batch) -> floa
     Only a lock that was freed at once, while the first held it and not longer ago than its tree can
     live, explains an overlap at all.
     """
-    since = max(first.began, second.began - TIMING.window)
+    since = max(first.began - ABOUT_TO_START, second.began - TIMING.window)
     kinds = FREES_ONE_LOCK if settle == "auto" else (*FREES_ONE_LOCK, *FREES_ALL_LOCKS)
     freeing = [
         deed

@@ -64,6 +64,7 @@ TERMINATED = Deed("backend terminated", None, 11.2, 11.2, key=7)
         ("off", [TERMINATED], TIMING.window),
         ("auto", [replace(TERMINATED, key=8)], 0.0),  # another key's session
         ("auto", [replace(TERMINATED, begun=9.0, ended=9.0)], 0.0),  # before the first batch
+        ("auto", [replace(TERMINATED, begun=9.8, ended=9.8)], GRACE),  # when it was about to start
         ("auto", [replace(TERMINATED, begun=11.6, ended=11.6)], 0.0),  # after the second began
         ("auto", [Deed("server crashed", None, 11.2)], 0.0),
         ("off", [Deed("server crashed", None, 11.2)], TIMING.window),

@@ -17,7 +17,7 @@ from tests.fixtures.measure import Measure
 from tests.fixtures.queue import ForkServer, Queue
 from tests.fixtures.server import PrivateServer
 
-JOBS = 1200
+JOBS = 800
 BOOKS = """
 CREATE TABLE books (job bigint, claim bigint, was text, became text, old_token text, token text, attempts int, reason text);
 CREATE FUNCTION keep_books() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
