@@ -182,6 +182,7 @@ def test_java_batch_ends_without_the_lock(
         process.wait()
 
 
+@pytest.mark.slow
 def test_queue_tour(environment: dict[str, str], server: Server) -> None:
     """All that a job can go through, from a shell alone; nothing is left behind."""
     if shutil.which("psql") is None:

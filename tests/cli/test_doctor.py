@@ -328,6 +328,7 @@ def test_login_and_database(doctor: Doctor, server: Server) -> None:
     assert findings["connection"]["level"] == "error"
 
 
+@pytest.mark.slow
 def test_silent_server(doctor: Doctor, server: Server, make_proxy: MakeProxy) -> None:
     """A server that takes the connection and says nothing more."""
     proxy = make_proxy(server.host_and_port)

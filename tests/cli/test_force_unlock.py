@@ -29,6 +29,7 @@ def force(start: StartRun, table: str) -> StartRun:
     return begin
 
 
+@pytest.mark.slow
 def test_keeps_the_next_start_out(force: StartRun, run: StartRun, server: Server, tmp_path: Path) -> None:
     """A run that cannot hear is ended; who starts meanwhile is skipped until its batch is surely dead."""
     going = run("--key", "100:1", "--", "sleep", "600")

@@ -227,6 +227,7 @@ def test_failover(hold: StartRun, make_cluster: Callable[..., Cluster]) -> None:
     assert end(held) == 0
 
 
+@pytest.mark.slow
 def test_silent_network(hold: StartRun, server: Server, make_proxy: MakeProxy, run: StartRun) -> None:
     """The network is silent for a while: the key is never free, and the hold goes on over a new session."""
     proxy = make_proxy(server.host_and_port)
@@ -261,6 +262,7 @@ def test_released_by_somebody(hold: StartRun, server: Server) -> None:
     )
 
 
+@pytest.mark.slow
 def test_released_while_the_network_was_silent(
     hold: StartRun, start: StartRun, table: str, server: Server, make_proxy: MakeProxy
 ) -> None:

@@ -142,6 +142,7 @@ def test_rights_of_who_migrates(server: Server, role: str, forkserver: ForkServe
     assert queue.ok("enqueue", "1").out == "1\n"
 
 
+@pytest.mark.slow
 def test_a_locked_table_is_waited_for_a_while_and_named(plain_jobs: Queue) -> None:
     """Claims wait for who has locked the whole table, and say so in the end instead of piling up."""
     plain_jobs.put(1)

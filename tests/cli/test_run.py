@@ -54,6 +54,7 @@ def test_skip_code(run: StartRun, server: Server, code: int) -> None:
         assert run("--key", "100:1", "-E", str(code), "--", "true").code() == code
 
 
+@pytest.mark.slow
 @pytest.mark.event("the command ends")
 def test_every_exit_code_comes_through(storm: StartStorm) -> None:
     """A command's own exit codes, 0 to 255, are passed through."""
@@ -272,6 +273,7 @@ def test_several_keys_all_or_nothing(run: StartRun, server: Server) -> None:
     running.code()
 
 
+@pytest.mark.slow
 def test_several_keys_do_not_skip_each_other(storm: StartStorm, server: Server) -> None:
     """A run whose keys are all free runs, though others reach for some of them in vain at the same instant."""
     with server.connect() as psql:
@@ -628,6 +630,7 @@ def test_role_with_hostile_defaults(run: StartRun, server: Server, role: str) ->
     assert run("--key", "100:1", "--check-interval", "2.5", "--ttl", "12", "--", "sleep", "4", dsn=dsn).code() == 0
 
 
+@pytest.mark.slow
 def test_three_hundred_at_once(storm: StartStorm, server: Server) -> None:
     """A storm beyond the server's connections: one runs, all others are skipped, none hangs, nothing is left."""
     command = ["run", "--settle", "off", "--key", "7:7", "--", "sleep", "300"]

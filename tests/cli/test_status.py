@@ -216,6 +216,7 @@ def test_prepared_transaction(status: Any, workshop: Workshop) -> None:
     server.stop("immediate")
 
 
+@pytest.mark.slow
 def test_takes_no_lock(start: StartRun, server: Server, run: StartRun) -> None:
     """Runs beside a status that looks without pause: none is skipped for it."""
     watching = start("status", "--watch", "0.1s", "--json")

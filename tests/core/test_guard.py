@@ -149,6 +149,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", PLANS, ids=lambda plan: f"{plan.linger.value}-{plan.max_runtime}-{plan.min_hold}-{plan.signal}"
 )

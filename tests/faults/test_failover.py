@@ -195,6 +195,7 @@ def test_a_promotion_is_never_taken_for_older_than_it_is(make_cluster: MakeClust
     assert age.promoted_s <= boot_time() - begun
 
 
+@pytest.mark.slow
 def test_settling_ends(user: str, run: StartRun, make_cluster: MakeCluster, tmp_path: Path) -> None:
     """Once the promotion is older than the window and a checkpoint is over, nobody waits any more."""
     cluster = make_cluster()
@@ -218,6 +219,7 @@ def check_only_a_plain_role_waits(run: StartRun, cluster: Cluster, folder: Path)
     assert "because the server became the primary" in careful.err
 
 
+@pytest.mark.slow
 def test_a_plain_role_waits_after_each_checkpoint(run: StartRun, make_cluster: MakeCluster, tmp_path: Path) -> None:
     """Long after a promotion a checkpoint still looks like one to a plain role: it waits for nothing, but safely."""
     cluster = make_cluster()
@@ -229,6 +231,7 @@ def test_a_plain_role_waits_after_each_checkpoint(run: StartRun, make_cluster: M
     check_only_a_plain_role_waits(run, cluster, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_busy_promotion_settles_longer_for_a_plain_role(
     run: StartRun, make_cluster: MakeCluster, busy: Callable[[Cluster], None], tmp_path: Path
 ) -> None:
