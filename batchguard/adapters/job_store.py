@@ -51,6 +51,11 @@ def statements_of(script: str) -> list[str]:
     return [piece.strip() for piece in re.split(r";[ ]*$", without_comments, flags=re.MULTILINE) if piece.strip()]
 
 
+def read_version(rows: Sequence[Row]) -> int:
+    """Read the rows of `version`; without one it is 0."""
+    return int(rows[0][0] or 0) if rows else 0
+
+
 def read_claimed(row: Row, token: str, lease: float, schema: str) -> ClaimedJob:
     """Read a row of `claim` or `claimed`; a payload that did not come is empty."""
     id_, queue, priority, attempts, max_attempts, created_at, claimed_until, dedupe_key, payload = row

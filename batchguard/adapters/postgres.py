@@ -397,12 +397,14 @@ def copy_in(session: Session, sql: str, chunks: Iterable[bytes], patience: float
             while session.pgconn.put_copy_end() == 0:
                 yield from _flush(session, now() + patience)
             yield from _flush(session, now() + patience)
-            result = yield from _next_result(session, now() + patience)
+            result = None
         more = yield from _read_results(session, now() + patience)
     except OperationalError:
         _session_ended(session)
-    for each in [*([result] if result else []), *more]:
-        _note_last_word(session, each)
+    if result is not None:  # what came in place of the leave to copy
+        _note_last_word(session, result)
+        _rows(session, result)
+    for each in more:
         _rows(session, each)
 
 

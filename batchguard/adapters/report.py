@@ -57,6 +57,19 @@ def say(message: str, log_format: str = "text", **facts: Any) -> None:
             os.write(_STDERR, data)
 
 
+def write_all(fd: int, data: bytes) -> None:
+    """Write to a descriptor until all is out; one that takes nothing just now is waited for.
+
+    Raises:
+        OSError: the reader has gone, or there is no room.
+    """
+    while data:
+        try:
+            data = data[os.write(fd, data) :]
+        except BlockingIOError:
+            select.select([], [fd], [])
+
+
 def is_terminal() -> bool:
     """Tell whether a person reads stderr."""
     return os.isatty(_STDERR)

@@ -35,12 +35,13 @@ def print_lines(lines: Sequence[str]) -> None:
     Raises:
         OSError: they cannot be written.
     """
+    from batchguard.adapters import report
+
     if not lines:
         return
     data = "\n".join([*lines, ""]).encode("utf-8", "backslashreplace")
     sys.stdout.flush()
-    while data:
-        data = data[os.write(sys.stdout.fileno(), data) :]
+    report.write_all(sys.stdout.fileno(), data)
 
 
 def plain(title: str, rows: Rows, empty: str = "") -> str:

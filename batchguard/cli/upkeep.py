@@ -44,9 +44,7 @@ attempt.
 
 
 @of_queue
-def reap(
-    call: JobCall,
-) -> int:
+def reap(call: JobCall) -> int:
     """Take jobs back whose lease has expired; every claim does so too, for up to a hundred."""
     from batchguard.runtime.upkeep import Upkeep
 
@@ -156,7 +154,7 @@ def show(
 ) -> int:
     """Show one job whole, with its payload."""
     from batchguard.adapters import report
-    from batchguard.core.job import read_id, visible
+    from batchguard.core.job import line_with_payload, read_id, visible
     from batchguard.runtime.upkeep import Upkeep
 
     number = read_id(id_)
@@ -167,7 +165,7 @@ def show(
         return ExitCode.FINDINGS
     job, payload = found
     if as_json:
-        print_lines([f'{json.dumps(asdict(job), ensure_ascii=False)[:-1]}, "payload": {payload or "null"}}}'])
+        print_lines([line_with_payload(asdict(job), payload or "null")])
         return ExitCode.OK
     facts = {name: value for name, value in asdict(job).items() if value is not None}
     width = max(map(len, [*facts, "payload"]))
@@ -269,8 +267,9 @@ def _read_ids(ids: Sequence[str] | None) -> list[int]:
 
 
 def _jobs(ids: Sequence[int]) -> str:
-    shown = ", ".join(str(id_) for id_ in ids[:5]) + (", …" if len(ids) > 5 else "")
-    return f"job{'s' if len(ids) > 1 else ''} {shown}"
+    from batchguard.core.messages import some_ids
+
+    return f"job{'s' if len(ids) > 1 else ''} {some_ids(ids)}"
 
 
 RETRY_EPILOG = """Examples:

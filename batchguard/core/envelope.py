@@ -9,7 +9,7 @@ from typing import Any
 
 from batchguard.core.errors import UsageError
 from batchguard.core.job_settings import read_dedupe_key, read_max_attempts, read_priority, read_queue
-from batchguard.core.payload import explain, refuse_constant, refuse_depth, verify_payload
+from batchguard.core.payload import explain, read_whole, refuse_constant, refuse_depth, verify_payload
 
 _TIME = re.compile(
     r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d(?::\d\d(?:\.\d{1,6}\d*)?)?(?:[Zz]|[+-]\d\d(?::?\d\d)?)",
@@ -19,14 +19,7 @@ _BEGIN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*(?:(\})[ \t\n\r]*)?")
 _NAME = re.compile(r'"([^"\\\x00-\x1f]*)"[ \t\n\r]*:[ \t\n\r]*')
 _COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
 _NEXT = re.compile(r"[ \t\n\r]*([,}])[ \t\n\r]*")
-
-
-def _whole(digits: str) -> int | str:
-    """Read an integer of a field; int() would refuse one of over 4300 digits, which a payload may have."""
-    return int(digits) if len(digits) < 20 else digits
-
-
-_DECODER = json.JSONDecoder(parse_int=_whole, parse_float=str, parse_constant=refuse_constant)
+_DECODER = json.JSONDecoder(parse_int=read_whole, parse_float=str, parse_constant=refuse_constant)
 
 
 @dataclass(frozen=True)

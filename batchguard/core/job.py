@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from batchguard.core.durations import parse_duration
 from batchguard.core.errors import UsageError
+from batchguard.core.payload import explain, read_whole
 
 Status = Literal["pending", "running", "done", "failed"]
 STATUSES: tuple[Status, ...] = ("running", "failed", "pending", "done")
@@ -17,6 +18,14 @@ Verb = Literal["complete", "fail", "release", "extend"]
 LARGEST_ID = 2**63 - 1
 LONGEST_ERROR = 4096
 """Bytes of `last_error` that are kept: the end, where the reason stands."""
+
+
+_PAYLOAD = ', "payload": '
+
+
+def line_with_payload(facts: Mapping[str, Any], payload: str) -> str:
+    """Write a line of JSON whose last member is a payload as the server printed it."""
+    return json.dumps(facts, ensure_ascii=False)[:-1] + _PAYLOAD + payload + "}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class ClaimedJob:
             "dedupe_key": self.dedupe_key,
             "idempotency_key": self.idempotency_key,
         }
-        return f'{json.dumps(facts, ensure_ascii=False)[:-1]}, "payload": {self.payload}}}'
+        return line_with_payload(facts, self.payload)
 
 
 @dataclass(frozen=True)
@@ -217,13 +226,13 @@ def read_claim(line: str, verb: Verb, default: Ending = Ending()) -> Claim:
     if not line.strip():
         raise UsageError("it is empty; each line is for one job")
     try:
-        facts = json.loads(line, parse_float=str, parse_int=_whole)
+        facts = json.loads(line, parse_float=str, parse_int=read_whole)
     except RecursionError:
         # A plain INSERT can put in what is deeper than Python reads. In our own lines the payload comes last.
-        head, found, _ = line.partition(', "payload": ')
+        head, found, _ = line.partition(_PAYLOAD)
         return read_claim(head + "}" if found else "{", verb, default)
     except json.JSONDecodeError as error:
-        raise UsageError(f"not JSON: {error.msg[:1].lower()}{error.msg[1:]} at character {error.pos + 1}") from None
+        raise UsageError(f"not JSON: {explain(error)}") from None
     if not isinstance(facts, dict):
         raise UsageError('not an object such as {"id": 17, "claim_token": "…"}')
     id_, token = read_id(facts.get("id")), read_token(facts.get("claim_token"))
@@ -241,11 +250,6 @@ def read_claim(line: str, verb: Verb, default: Ending = Ending()) -> Claim:
             error=_optional(facts, "error", _read_error, default.error),
         ),
     )
-
-
-def _whole(digits: str) -> int | str:
-    """Give numbers of a payload, which is not looked at, back as text: int() refuses those of over 4300 digits."""
-    return int(digits) if len(digits) <= len(str(LARGEST_ID)) else digits
 
 
 def _cut(value: Any) -> str:

@@ -378,9 +378,14 @@ def kept_long_enough(subject: Subject) -> str:
     return f"{subject.place} is free."
 
 
+def some_ids(ids: Sequence[int]) -> str:
+    """Name jobs: all of a few, the first ones of many."""
+    return ", ".join(str(id_) for id_ in ids[:5]) + (", …" if len(ids) > 5 else "")
+
+
 def jobs_lost(ids: Sequence[int], of: int) -> str:
     """Say that jobs were not ours any more."""
-    shown = ", ".join(str(id_) for id_ in ids[:5]) + (", …" if len(ids) > 5 else "")
+    shown = some_ids(ids)
     which = f"job {shown}" if of == 1 else f"{len(ids)} of {of} jobs ({shown})"
     return (
         f"lost {which}: the lease expired and it was taken back or given to another, it was cancelled or ended "

@@ -43,6 +43,11 @@ def refuse_constant(name: str) -> NoReturn:
     raise UsageError(f"{name} is not JSON: there is no number for it")
 
 
+def read_whole(digits: str) -> int | str:
+    """Read an integer of a field; int() would refuse one of over 4300 digits, which a payload may have."""
+    return int(digits) if len(digits) < 20 else digits
+
+
 # What numbers are read as does not matter at first: len is quick, and takes any number of digits.
 _QUICK = json.JSONDecoder(parse_constant=refuse_constant, parse_int=len, parse_float=len)
 _EXACT = json.JSONDecoder(parse_constant=refuse_constant, parse_int=_Number, parse_float=_Number)

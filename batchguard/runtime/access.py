@@ -26,7 +26,7 @@ from batchguard.adapters.postgres import (
     session_parameters,
 )
 from batchguard.core import messages, refusals
-from batchguard.core.errors import ConfigError, RightsError, UnreachableError
+from batchguard.core.errors import BatchguardError, ConfigError, RightsError, UnreachableError
 from batchguard.core.holder import Holder
 from batchguard.core.keys import Key, LockKey, bigint, keys_of, order_keys
 from batchguard.core.messages import Subject
@@ -92,7 +92,11 @@ class Access:
 
     def refuse_server(self, why: str) -> NoReturn:
         """Say that this server does not serve."""
-        raise UnreachableError(refusals.unreachable(self.purpose, self.subject.key, self.subject.host, why)) from None
+        raise self.unserved(why) from None
+
+    def unserved(self, why: str) -> BatchguardError:
+        """Give the line that says why this server does not serve."""
+        return UnreachableError(refusals.unreachable(self.purpose, self.subject.key, self.subject.host, why))
 
     def explained(self, conversation: Conversation[T]) -> Conversation[T]:
         """Carry on a conversation whose failures are the end; a session that ends is another matter.
@@ -105,9 +109,13 @@ class Access:
         except TimedOutError:
             self.refuse_server(f"no answer within {self.patience:g}s")
         except StatementError as error:
-            if error.sqlstate == "42501":
-                raise RightsError(refusals.no_right(self.purpose, self.subject, error.message)) from None
-            self.refuse_server(f"{error.sqlstate}, {error.message}")
+            raise self.explain(error) from None
+
+    def explain(self, error: StatementError) -> BatchguardError:
+        """Turn what the server refused into what a user must be told."""
+        if error.sqlstate == "42501":
+            return RightsError(refusals.no_right(self.purpose, self.subject, error.message))
+        return self.unserved(f"{error.sqlstate}, {error.message}")
 
     @property
     def patience(self) -> float:

@@ -1,13 +1,12 @@
 """`batchguard jobs claim`, and what ends a claim: for scripts that do one thing at a time."""
 
 import contextlib
-import os
 import random
-import select
 import signal
 import time
 from collections.abc import Iterator, Sequence
 
+from batchguard.adapters import report
 from batchguard.adapters.clock import now
 from batchguard.core.errors import BatchguardError, SignalReceived, SystemLimitError, UnreachableError
 from batchguard.core.job import Claim, ClaimedJob, Result, Verb
@@ -24,8 +23,7 @@ class Claimed:
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
-        self.unsure: list[str] = []
-        """Of claims whose answer never came, although it was waited for."""
+        """Of the claims that may have given us something."""
         self.jobs: list[ClaimedJob] = []
         self.written: list[int] = []
 
@@ -36,16 +34,8 @@ class Claimed:
             OSError: the reader has gone, or there is no room; `written` has the jobs whose lines are out.
         """
         for job in self.jobs:
-            _write(fd, job.to_line().encode() + b"\n")
+            report.write_all(fd, job.to_line().encode() + b"\n")
             self.written.append(job.id)
-
-
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        try:
-            data = data[os.write(fd, data) :]
-        except BlockingIOError:
-            select.select([], [fd], [])
 
 
 @contextlib.contextmanager
@@ -111,15 +101,15 @@ def _wait_for_jobs(
     pause_s = _SHORTEST_PAUSE
     while True:
         try:
-            queue.persist(lambda: queue.release_all(claimed.unsure))
-            claimed.unsure.clear()
+            queue.persist(lambda: queue.release_all(claimed.tokens))  # of a try whose answer never came
+            claimed.tokens.clear()
             queue.persist(queue.reap)
             for name in queues:
                 if len(claimed.jobs) < limit:
                     claimed.tokens.append(new_token())
-                    claimed.unsure.append(claimed.tokens[-1])
                     claimed.jobs += queue.claim_once(name, limit - len(claimed.jobs), lease, claimed.tokens[-1])
-                    claimed.unsure.clear()
+            if not claimed.jobs:
+                claimed.tokens.clear()
         except UnreachableError:
             # What one queue gave is ours, though the next could not be asked; and who waits, waits for the server too.
             if not claimed.jobs and (now() >= until or not queue.was_connected):

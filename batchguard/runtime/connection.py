@@ -53,10 +53,14 @@ class Connection(Access):
             return drive(self.explained(conversation), sleep)
         except SessionEndedError as error:
             self.close()
-            self.refuse_server(f"the server ended the session, {error.reason}")
+            raise self.explain_end(error) from None
         except BatchguardError:
             self.close()
             raise
+
+    def explain_end(self, error: SessionEndedError) -> BatchguardError:
+        """Turn the end of the session into what a user must be told."""
+        return self.unserved(f"the server ended the session, {error.reason}")
 
     def close(self) -> None:
         """End the connection, if there is one."""

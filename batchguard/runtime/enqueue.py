@@ -14,7 +14,6 @@ from batchguard.adapters.postgres import (
     StatementError,
     TimedOutError,
     copy_in,
-    drive,
     execute,
 )
 from batchguard.core import refusals
@@ -22,7 +21,6 @@ from batchguard.core.envelope import NewJob, read_envelope
 from batchguard.core.errors import BatchguardError, ConfigError, SystemLimitError, UnreachableError, UsageError
 from batchguard.core.job_settings import JobSettings
 from batchguard.core.payload import decode_utf8, string_payload, verify_payload, verify_utf8
-from batchguard.runtime.connection import sleep
 from batchguard.runtime.queue import TRIES, Queue, again
 
 T = TypeVar("T")
@@ -167,7 +165,7 @@ def enqueue_one(dsn: str, settings: JobSettings, job: NewJob) -> EnqueuedOne:
         BatchguardError: a line for the user.
     """
     with contextlib.closing(_Entrance(dsn, settings)) as entrance:
-        return entrance.once(entrance.put_one(job))
+        return entrance.drive(entrance.put_one(job))
 
 
 def enqueue_all(dsn: str, settings: JobSettings, jobs: Iterable[NewJob], *, fail_on_duplicate: bool) -> Enqueued:
@@ -187,7 +185,7 @@ def enqueue_all(dsn: str, settings: JobSettings, jobs: Iterable[NewJob], *, fail
             for job in jobs:
                 batch.add(job)
             with contextlib.closing(_Entrance(dsn, settings)) as entrance:
-                return entrance.once(entrance.put_all(batch, fail_on_duplicate=fail_on_duplicate))
+                return entrance.drive(entrance.put_all(batch, fail_on_duplicate=fail_on_duplicate))
     except UnsureError:
         raise
     except BatchguardError as error:
@@ -220,7 +218,7 @@ class Chunks:
                     if not batch.count:
                         return
                     put_all = entrance.put_all(batch, fail_on_duplicate=self.fail_on_duplicate)
-                    done = entrance.once(put_all)
+                    done = entrance.drive(put_all)
                 self.total = Enqueued(self.total.count + done.count, self.total.duplicates + done.duplicates)
                 if self.fail_on_duplicate and done.duplicates:
                     return
@@ -234,7 +232,15 @@ def moment_from_now(dsn: str, settings: JobSettings, seconds: float) -> str:
         BatchguardError: a line for the user.
     """
     with contextlib.closing(_Entrance(dsn, settings)) as entrance:
-        return entrance.once(entrance.from_now(seconds))
+        return entrance.drive(entrance.from_now(seconds))
+
+
+class _DuplicatesError(BatchguardError):
+    """So many dedupe keys are in use, where that is to undo everything."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
 
 
 class _Batch:
@@ -270,22 +276,18 @@ class _Entrance(Queue):
     def __init__(self, dsn: str, settings: JobSettings) -> None:
         super().__init__(dsn, settings, "enqueue")
 
-    def explain(self, error: StatementError) -> Exception:
+    def explain(self, error: StatementError) -> BatchguardError:
         """Data that this server does not take (its encoding, its limits) is a matter of who sends it."""
         if error.sqlstate.startswith(("22", "23", "54", "0A")):
             return UsageError(refusals.not_taken(error.sqlstate, error.message))
         return super().explain(error)
 
-    def once(self, conversation: Conversation[T]) -> T:
-        """Carry on a conversation that must not be repeated blindly."""
-        try:
-            return drive(self.explained(conversation), sleep)
-        except SessionEndedError as error:
-            self.close()
-            raise UnreachableError(refusals.enqueue_ended(self.subject.database, error.reason)) from None
-        except BaseException:
-            self.close()
-            raise
+    def explain_end(self, error: SessionEndedError) -> BatchguardError:
+        """Nothing is repeated blindly: before the commit, nothing has come in."""
+        return UnreachableError(refusals.enqueue_ended(self.subject.database, error.reason))
+
+    def commit(self) -> Conversation[None]:
+        return self.surely(super().commit())
 
     def surely(self, conversation: Conversation[T]) -> Conversation[T]:
         """Carry on the part that commits: when its answer is lost, nobody knows."""
@@ -322,36 +324,27 @@ class _Entrance(Queue):
         raise ConfigError(refusals.not_inserted(self.subject.database))
 
     def put_all(self, batch: _Batch, *, fail_on_duplicate: bool) -> Conversation[Enqueued]:
-        yield from self.prepared()
-        return (yield from again(lambda: self.put_all_once(batch, fail_on_duplicate=fail_on_duplicate)))
-
-    def put_all_once(self, batch: _Batch, *, fail_on_duplicate: bool) -> Conversation[Enqueued]:
-        yield from self.plain("begin")
-        try:
-            for query, params in self.preparation(is_local=True, statement_timeout=0):
-                yield from self.ask(query, params)
+        def fill() -> Conversation[Enqueued]:
             enqueued = yield from self.fill(batch)
-        except StatementError:
-            yield from self.plain("rollback")
-            raise
-        if fail_on_duplicate and enqueued.duplicates:
-            yield from self.plain("rollback")
-            return Enqueued(0, enqueued.duplicates)
-        yield from self.surely(self.plain("commit"))
-        return enqueued
+            if fail_on_duplicate and enqueued.duplicates:
+                raise _DuplicatesError(enqueued.duplicates)
+            return enqueued
+
+        yield from self.prepared()
+        try:
+            return (yield from again(lambda: self.in_transaction(fill, statement_timeout=0)))
+        except _DuplicatesError as error:
+            return Enqueued(0, error.count)
 
     def fill(self, batch: _Batch) -> Conversation[Enqueued]:
         if not batch.has_keys:
             yield from copy_in(self.session, self.statements["copy_jobs"], batch.pieces(), self.patience)
             return Enqueued(batch.count)
-        yield from self.plain("create_incoming")
+        yield from self.ask(self.statements["create_incoming"])
         yield from copy_in(self.session, self.statements["copy_incoming"], batch.pieces(), self.patience)
         rows = yield from execute(self.session, self.statements["enqueue_incoming"])
         count = int(rows[0][0] or 0)
         return Enqueued(count, batch.count - count)
-
-    def plain(self, name: str) -> Conversation[None]:
-        yield from self.ask(self.statements[name])
 
     def from_now(self, seconds: float) -> Conversation[str]:
         rows = yield from self.run("from_now", [seconds])

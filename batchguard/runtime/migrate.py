@@ -8,10 +8,11 @@ from batchguard.adapters.job_store import (
     migrations,
     quote_identifier,
     quote_literal,
+    read_version,
     statements_in,
     statements_of,
 )
-from batchguard.adapters.postgres import Conversation, StatementError, load_queries
+from batchguard.adapters.postgres import Conversation, load_queries
 from batchguard.core import refusals
 from batchguard.core.errors import ConfigError
 from batchguard.core.job_settings import JobSettings
@@ -37,18 +38,7 @@ class _Migration(Queue):
 
     def carry_out(self) -> Conversation[tuple[int, int]]:
         yield from self.prepared()
-        return (yield from again(self.carry_out_once))
-
-    def carry_out_once(self) -> Conversation[tuple[int, int]]:
-        yield from self.ask(self.statements["begin"])
-        try:
-            for query, params in self.preparation(is_local=True):
-                yield from self.ask(query, params)
-            before = yield from self.change()
-        except (StatementError, ConfigError):
-            yield from self.ask(self.statements["rollback"])
-            raise
-        yield from self.ask(self.statements["commit"])
+        before = yield from again(lambda: self.in_transaction(self.change))
         return before, SCHEMA_VERSION
 
     def change(self) -> Conversation[int]:
@@ -64,7 +54,7 @@ class _Migration(Queue):
             yield from self.all(self.statements["create_version"])
         for _, script in missing:
             yield from self.all(script)
-        yield from self.ask(self.set_version())
+        yield from self.ask(_set_version(self.statements["set_version"]))
         return before
 
     def version(self) -> Conversation[int]:
@@ -78,14 +68,11 @@ class _Migration(Queue):
                 raise ConfigError(refusals.strange_table(self.jobs.schema, self.subject.database))
             return 0
         rows = yield from self.ask(self.statements["version"])
-        return int(rows[0][0] or 0) if rows else 0
+        return read_version(rows)
 
     def all(self, script: str) -> Conversation[None]:
         for statement in statements_of(script):
             yield from self.ask(statement)
-
-    def set_version(self) -> str:
-        return _set_version(self.statements["set_version"])
 
 
 def _set_version(statement: str) -> str:

@@ -13,6 +13,7 @@ from batchguard.adapters.job_store import (
     SCHEMA_VERSION,
     quote_identifier,
     read_claimed,
+    read_version,
     statements_in,
 )
 from batchguard.adapters.postgres import (
@@ -20,14 +21,13 @@ from batchguard.adapters.postgres import (
     Row,
     SessionEndedError,
     StatementError,
-    TimedOutError,
     drive,
     execute,
     execute_together,
     load_queries,
 )
 from batchguard.core import refusals
-from batchguard.core.errors import ConfigError, RightsError, UnreachableError, UsageError
+from batchguard.core.errors import BatchguardError, ConfigError, RightsError, UnreachableError, UsageError
 from batchguard.core.job import Claim, ClaimedJob, Ending, Result, Verb, group_claims, results_of
 from batchguard.core.job_settings import JobSettings
 from batchguard.core.payload import QUOTES
@@ -111,27 +111,14 @@ class Queue(Connection):
                 if now() - last_end > RECONNECT:  # the first one, or there was progress meanwhile
                     deadline = now() + RECONNECT
                 elif now() >= deadline:
-                    self.refuse_server(f"the server ended the session, {error.reason}")
+                    raise self.explain_end(error) from None
                 last_end = now()
                 self.retry_until = min(deadline, self.give_up_at)
             except BaseException:
                 self.close()
                 raise
 
-    def explained(self, conversation: Conversation[T]) -> Conversation[T]:
-        """Carry on a conversation whose failures are the end; a session that ends is another matter.
-
-        Raises:
-            BatchguardError: a line for the user.
-        """
-        try:
-            return (yield from conversation)
-        except TimedOutError:
-            self.refuse_server(f"no answer within {self.patience:g}s")
-        except StatementError as error:
-            raise self.explain(error) from None
-
-    def explain(self, error: StatementError) -> Exception:
+    def explain(self, error: StatementError) -> BatchguardError:
         """Turn what the server refused into what a user must be told."""
         database, host = self.subject.database, self.session.host
         match error.sqlstate:
@@ -190,7 +177,7 @@ class Queue(Connection):
             if error.sqlstate in ("42P01", "3F000"):  # no such table, no such schema
                 raise ConfigError(refusals.no_queue(schema, database)) from None
             raise
-        version = int(rows[0][0] or 0) if rows else 0
+        version = read_version(rows)
         if version < SCHEMA_VERSION:
             raise ConfigError(refusals.schema_older(schema, database, version, SCHEMA_VERSION))
         if version > SCHEMA_VERSION:
@@ -214,6 +201,24 @@ class Queue(Connection):
             raise
         return answers[-2]
 
+    def in_transaction(
+        self, make: Callable[[], Conversation[T]], *, statement_timeout: float = STATEMENT_TIMEOUT
+    ) -> Conversation[T]:
+        """Carry out several statements as one transaction; an error of any of them undoes all."""
+        yield from self.ask(self.statements["begin"])
+        try:
+            for query, params in self.preparation(is_local=True, statement_timeout=statement_timeout):
+                yield from self.ask(query, params)
+            result = yield from make()
+        except (StatementError, BatchguardError):
+            yield from self.ask(self.statements["rollback"])
+            raise
+        yield from self.commit()
+        return result
+
+    def commit(self) -> Conversation[None]:
+        yield from self.ask(self.statements["commit"])
+
     # What workers do
 
     def claim(self, queue: str, limit: int, lease: float, token: str) -> Conversation[list[ClaimedJob]]:
@@ -228,7 +233,7 @@ class Queue(Connection):
             lease: seconds for which they are ours.
             token: a new one for each claim; with one that was used before, what was claimed with it comes first.
         """
-        params = [queue, limit, token, lease, host_name()]
+        params = [queue, limit, token, lease, socket.gethostname()]
         largest = self.jobs.max_payload + QUOTES
         try:
             rows = yield from self.run("claim", [*params, largest])
@@ -236,9 +241,6 @@ class Queue(Connection):
             if error.sqlstate not in NOT_PRINTABLE:
                 raise
             rows = yield from self.run("claim", [*params, -1])
-            return (yield from self.read_payloads(rows, lease, token))
-        if all(row[-1] is not None for row in rows):
-            return self.in_order(rows, lease, token)
         return (yield from self.read_payloads(rows, lease, token))
 
     def claimed(self, lease: float, token: str) -> Conversation[list[ClaimedJob]]:
@@ -246,14 +248,11 @@ class Queue(Connection):
         rows = yield from self.run("claimed", [token])
         return (yield from self.read_payloads(rows, lease, token))
 
-    def in_order(self, rows: Sequence[Row], lease: float, token: str) -> list[ClaimedJob]:
-        jobs = [read_claimed(row, token, lease, self.jobs.schema) for row in rows]
-        return sorted(jobs, key=lambda job: job.place)
-
     def read_payloads(self, rows: Sequence[Row], lease: float, token: str) -> Conversation[list[ClaimedJob]]:
-        """Read the payloads that did not come, one by one; what cannot be had fails for good."""
+        """Give jobs in their order; payloads that did not come are read one by one, and who has none fails for good."""
         jobs = []
-        for job in self.in_order(rows, lease, token):
+        claimed = [read_claimed(row, token, lease, self.jobs.schema) for row in rows]
+        for job in sorted(claimed, key=lambda job: job.place):
             if job.payload:
                 jobs.append(job)
                 continue
@@ -264,11 +263,8 @@ class Queue(Connection):
             except StatementError as error:
                 if error.sqlstate not in NOT_PRINTABLE:
                     raise
-                payload, key, why = (
-                    None,
-                    None,
-                    f"the server cannot print the payload ({error.sqlstate}: {error.message})",
-                )
+                payload = key = None
+                why = f"the server cannot print the payload ({error.sqlstate}: {error.message})"
             if payload is not None:
                 jobs.append(replace(job, payload=payload, dedupe_key=key))
             else:
@@ -374,8 +370,3 @@ def _statuses(rows: Sequence[Row]) -> Mapping[int, str]:
 def new_token() -> str:
     """Make a claim token; nobody else makes the same."""
     return str(uuid.uuid4())
-
-
-def host_name() -> str:
-    """Say who claims, for people."""
-    return socket.gethostname()

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 
-from batchguard.adapters.job_store import SCHEMA_VERSION
+from batchguard.adapters.job_store import SCHEMA_VERSION, read_version
 from batchguard.adapters.postgres import Conversation, StatementError
 from batchguard.core.diagnosis import Diagnosis
 from batchguard.core.errors import BatchguardError
@@ -14,14 +14,14 @@ from batchguard.runtime.queue import Queue
 
 def examine_queue(dsn: str, settings: JobSettings, *, is_expected: bool) -> Sequence[Diagnosis]:
     """Judge the queue; where there is none, that is a finding only if one is expected."""
+    place = f'queue in schema "{settings.schema}"'
     with contextlib.closing(QueueDoctor(dsn, settings, "doctor", check_version=False)) as doctor:
         try:
             facts = doctor.persist(doctor.gather)
         except BatchguardError as error:
-            return [Diagnosis("queue", "error", f'queue in schema "{settings.schema}"', str(error), "correct it")]
+            return [Diagnosis("queue", "error", place, str(error), "correct it")]
     if facts is not None:
         return list(diagnose_queue(facts))
-    place = f'queue in schema "{settings.schema}"'
     missing = Diagnosis(
         "queue", "warning", place, "is not there, though [jobs] speaks of it", "batchguard jobs migrate"
     )
@@ -37,7 +37,7 @@ class QueueDoctor(Queue):
         if rows[0] != ("t", "t", "t"):
             return None
         rows = yield from self.run("version")
-        version = int(rows[0][0] or 0) if rows else 0
+        version = read_version(rows)
         rows = yield from self.run("diagnose", [f"{self.quoted_schema}.jobs"])
         has_autovacuum, dead_rows, invalid, age, who, end = rows[0]
         return QueueFacts(

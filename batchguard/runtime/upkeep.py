@@ -145,7 +145,7 @@ class Upkeep(Queue):
     def states(self, ids: Sequence[int]) -> Conversation[dict[int, str | None]]:
         """Tell the status of jobs; None where there is no such job."""
         rows = yield from self.run("states", [list(ids)])
-        found = {int(id_ or 0): status for id_, status, _ in rows}
+        found = {int(id_ or 0): status for id_, status in rows}
         return {id_: found.get(id_) for id_ in ids}
 
     # Changing
@@ -157,13 +157,20 @@ class Upkeep(Queue):
 
     def retry_ids(self, ids: Sequence[int]) -> Conversation[list[Result]]:
         """Make failed jobs pending again, cancelled ones too: retried, duplicate, not failed, or unknown."""
+        return (yield from self.change_ids(ids, self.retry_chunk, "not failed"))
+
+    def change_ids(
+        self, ids: Sequence[int], change: Callable[[list[int]], Conversation[dict[int, str]]], otherwise: str
+    ) -> Conversation[list[Result]]:
+        """Change named jobs, and say of each what it is; `otherwise` is said of those that are in another state."""
         results: dict[int, str] = {}
-        for chunk in _chunks(list(dict.fromkeys(ids))):
-            results |= yield from self.retry_chunk(chunk)
-        rest = [id_ for id_ in ids if id_ not in results]
+        wanted = sorted(set(ids))
+        for begin in range(0, len(wanted), CHUNK):
+            results |= yield from change(wanted[begin : begin + CHUNK])
+        rest = [id_ for id_ in wanted if id_ not in results]
         if rest:
             states = yield from self.states(rest)
-            results |= {id_: "not failed" if state else "unknown" for id_, state in states.items()}
+            results |= {id_: otherwise if state else "unknown" for id_, state in states.items()}
         return [Result(id_, results[id_]) for id_ in dict.fromkeys(ids)]
 
     def retry_chunk(self, ids: Sequence[int]) -> Conversation[dict[int, str]]:
@@ -195,22 +202,17 @@ class Upkeep(Queue):
 
     def cancel_ids(self, ids: Sequence[int]) -> Conversation[list[Result]]:
         """Cancel jobs: cancelled, not open (it had ended before), or unknown."""
-        results: dict[int, str] = {}
-        wanted = sorted(set(ids))
-        for chunk in _chunks(wanted):
-            rows = yield from self.run("cancel", [chunk])
-            results |= {int(id_ or 0): word or "" for id_, word in rows}
-        rest = [id_ for id_ in wanted if id_ not in results]
-        if rest:
-            states = yield from self.states(rest)
-            results |= {id_: "not open" if state else "unknown" for id_, state in states.items()}
-        return [Result(id_, results[id_]) for id_ in dict.fromkeys(ids)]
+        return (yield from self.change_ids(ids, self.cancel_chunk, "not open"))
+
+    def cancel_chunk(self, ids: Sequence[int]) -> Conversation[dict[int, str]]:
+        rows = yield from self.run("cancel", [ids])
+        return {int(id_ or 0): word or "" for id_, word in rows}
 
     def cancel_queue(self, queue: str) -> Conversation[None]:
         """Cancel all jobs of a queue that are pending or running; the tally counts them."""
         while rows := (yield from self.run("open_ids", [queue, CHUNK])):
-            cancelled = yield from self.run("cancel", [sorted(_ids(rows))])
-            self.tally["cancelled"] += len(cancelled)
+            words = yield from self.cancel_chunk(sorted(_ids(rows)))
+            self.tally.update(words.values())
 
     def purge(self, older_than: float, *, failed: bool) -> Conversation[None]:
         """Delete jobs that were done so long ago (seconds), the failed ones too where asked for; the tally counts."""
@@ -223,7 +225,3 @@ class Upkeep(Queue):
 
 def _ids(rows: Sequence[Row]) -> list[int]:
     return [int(row[0] or 0) for row in rows]
-
-
-def _chunks(ids: Sequence[int]) -> list[list[int]]:
-    return [list(ids[begin : begin + CHUNK]) for begin in range(0, len(ids), CHUNK)]

@@ -306,7 +306,7 @@ RETURNING id, 'cancelled'
 
 -- name: states
 -- What named jobs are.
-SELECT id, status, reason FROM {schema}.jobs WHERE id = ANY ($1::bigint[])
+SELECT id, status FROM {schema}.jobs WHERE id = ANY ($1::bigint[])
 
 -- name: purge_done
 -- One batch of those that were done long ago.
